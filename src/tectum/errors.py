@@ -1,0 +1,208 @@
+"""Errors are an interface: one tree, and one table that holds what every code means to a machine.
+
+A code is stable, its status survives every hop (worker, HTTP, gRPC, metadata waiter, error frame), and its text is
+short (200 characters), without media, paths outside the request, secrets or memory addresses. What a code
+means to a person stands in the catalogue (`tectum explain CODE`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+MAX_TEXT = 200
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
+
+
+@dataclass(frozen=True, slots=True)
+class CodeSpec:
+    """What a program needs to know of a code. `status` always exists in `http.HTTPStatus` (receivers convert it)."""
+
+    status: int
+    grpc: str
+    retryable: bool = False
+
+
+#: every code that Tectum raises; a test holds it equal to the catalogue and to the source
+CODES: dict[str, CodeSpec] = {
+    # the request itself
+    "invalid_request": CodeSpec(400, "INVALID_ARGUMENT"),
+    "invalid_option": CodeSpec(400, "INVALID_ARGUMENT"),
+    "mixed_modalities": CodeSpec(400, "INVALID_ARGUMENT"),
+    "unsupported_modality": CodeSpec(400, "INVALID_ARGUMENT"),
+    "unauthorized": CodeSpec(401, "UNAUTHENTICATED"),
+    "not_found": CodeSpec(404, "NOT_FOUND"),
+    "method_not_allowed": CodeSpec(405, "UNIMPLEMENTED"),
+    "body_too_large": CodeSpec(413, "RESOURCE_EXHAUSTED"),
+    "request_too_large": CodeSpec(413, "RESOURCE_EXHAUSTED"),
+    # its media
+    "invalid_data_uri": CodeSpec(400, "INVALID_ARGUMENT"),
+    "invalid_base64": CodeSpec(400, "INVALID_ARGUMENT"),
+    "empty_media": CodeSpec(400, "INVALID_ARGUMENT"),
+    "url_refused": CodeSpec(400, "INVALID_ARGUMENT"),
+    "media_fetch_failed": CodeSpec(424, "FAILED_PRECONDITION"),
+    "media_fetch_timeout": CodeSpec(424, "FAILED_PRECONDITION"),
+    "media_decode_failed": CodeSpec(400, "INVALID_ARGUMENT"),
+    "media_refused": CodeSpec(400, "INVALID_ARGUMENT"),
+    "media_too_large": CodeSpec(413, "RESOURCE_EXHAUSTED"),
+    "image_too_large": CodeSpec(413, "RESOURCE_EXHAUSTED"),
+    "unsupported_media": CodeSpec(415, "INVALID_ARGUMENT"),
+    # its life
+    "request_not_found": CodeSpec(404, "NOT_FOUND"),
+    "embedding_not_ready": CodeSpec(409, "FAILED_PRECONDITION", retryable=True),
+    "request_conflict": CodeSpec(409, "ALREADY_EXISTS"),
+    "request_released": CodeSpec(410, "FAILED_PRECONDITION"),
+    "deadline_exceeded": CodeSpec(504, "DEADLINE_EXCEEDED", retryable=True),
+    "metadata_timeout": CodeSpec(504, "DEADLINE_EXCEEDED", retryable=True),
+    "send_failed": CodeSpec(502, "UNAVAILABLE", retryable=True),
+    "send_timeout": CodeSpec(504, "DEADLINE_EXCEEDED", retryable=True),
+    # the service
+    "overloaded": CodeSpec(503, "RESOURCE_EXHAUSTED", retryable=True),
+    "shutting_down": CodeSpec(503, "UNAVAILABLE", retryable=True),
+    "worker_lost": CodeSpec(503, "UNAVAILABLE", retryable=True),
+    "out_of_memory": CodeSpec(503, "RESOURCE_EXHAUSTED", retryable=True),
+    "encode_failed": CodeSpec(500, "INTERNAL"),
+    "row_mismatch": CodeSpec(500, "INTERNAL"),
+    "non_finite_rows": CodeSpec(500, "INTERNAL"),
+    "internal": CodeSpec(500, "INTERNAL"),
+    # start-up and the client's side
+    "invalid_settings": CodeSpec(400, "INVALID_ARGUMENT"),
+    "model_not_found": CodeSpec(404, "NOT_FOUND"),
+    "unsupported_architecture": CodeSpec(400, "UNIMPLEMENTED"),
+    "missing_dependency": CodeSpec(500, "UNIMPLEMENTED"),
+    "port_in_use": CodeSpec(503, "UNAVAILABLE"),
+    "server_unreachable": CodeSpec(503, "UNAVAILABLE", retryable=True),
+    "invalid_rows": CodeSpec(502, "DATA_LOSS"),
+}
+
+
+class TectumError(Exception):
+    """Any failure that Tectum reports.
+
+    code: a key of `CODES`; it fixes `status`, the gRPC status and `retryable`.
+    item: index of the item at fault within its request, where one is.
+    retry_after: seconds after which a retry makes sense, where known.
+    details: further JSON-able facts (`reason`, `age_s`, `limit`…).
+    """
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        item: int | None = None,
+        retry_after: float | None = None,
+        **details: Any,
+    ) -> None:
+        self.code = code
+        self.spec = CODES[code]
+        self.status = self.spec.status
+        self.message = clean_text(message)
+        self.item = item
+        self.retry_after = retry_after
+        self.details = details
+        super().__init__(self.message)
+
+    @property
+    def retryable(self) -> bool:
+        return self.spec.retryable
+
+    def __str__(self) -> str:
+        return f"{self.message} [{self.code}]"
+
+    def at_item(self, item: int) -> TectumError:
+        """The same error, saying which item of its request it is about (where it did not say so already)."""
+        if self.item is None:
+            self.item = item
+        return self
+
+    def to_problem(self, req_id: str | None = None) -> dict[str, Any]:
+        """RFC 9457 problem details. `type` is the page of the code on the same server."""
+        problem: dict[str, Any] = {
+            "type": f"/errors/{self.code}",
+            "title": self.code.replace("_", " "),
+            "status": self.status,
+            "detail": self.message,
+            "code": self.code,
+            "retryable": self.retryable,
+        }
+        if req_id is not None:
+            problem["req_id"] = req_id
+        if self.item is not None:
+            problem["item"] = self.item
+        return {**self.details, **problem}
+
+    @staticmethod
+    def from_problem(problem: dict[str, Any], retry_after: float | None = None) -> TectumError:
+        """The error a server reported, as the class it was raised with. Unknown codes become `internal`."""
+        code = problem.get("code")
+        known = code if isinstance(code, str) and code in CODES else "internal"
+        skip = {"type", "title", "status", "detail", "code", "retryable", "req_id", "item", "retry_after"}
+        details = {key: value for key, value in problem.items() if key not in skip and key.isidentifier()}
+        item = problem.get("item")
+        error = error_class(known)(
+            known,
+            str(problem.get("detail", "the server reported no detail")),
+            item=item if isinstance(item, int) else None,
+            retry_after=retry_after,
+            **details,
+        )
+        if isinstance(problem.get("status"), int):
+            error.status = problem["status"]  # a newer server may know codes that we do not
+        return error
+
+
+class MMError(TectumError):
+    """A multimodal encode that failed (the field's classic name). 500 unless a subclass says otherwise."""
+
+
+class BadRequestError(MMError):
+    """The caller's request or media is at fault: any 4xx."""
+
+
+class InternalError(MMError):
+    """Ours is the fault: any 5xx that a retry will not mend."""
+
+
+class LifecycleError(MMError):
+    """The request is not in a state that allows this: unknown, not ready, conflicting, released, too late."""
+
+
+class UnavailableError(MMError):
+    """The service cannot take this now; a retry (after `retry_after` seconds) makes sense."""
+
+
+class StartupError(TectumError):
+    """The command cannot start: settings, model, port, missing library. The CLI exits with code 2."""
+
+
+class DeliveryError(MMError):
+    """Rows could not be handed to a receiver, or what was received is not what was sent."""
+
+
+_LIFECYCLE = {"request_not_found", "embedding_not_ready", "request_conflict", "request_released"}
+_LIFECYCLE |= {"deadline_exceeded", "metadata_timeout"}
+_UNAVAILABLE = {"overloaded", "shutting_down", "worker_lost", "out_of_memory", "server_unreachable"}
+_STARTUP = {"invalid_settings", "model_not_found", "unsupported_architecture", "missing_dependency", "port_in_use"}
+_DELIVERY = {"send_failed", "send_timeout", "invalid_rows"}
+
+
+def error_class(code: str) -> type[TectumError]:
+    """The class that a code is raised with."""
+    for codes, cls in (
+        (_LIFECYCLE, LifecycleError),
+        (_UNAVAILABLE, UnavailableError),
+        (_STARTUP, StartupError),
+        (_DELIVERY, DeliveryError),
+    ):
+        if code in codes:
+            return cls
+    return BadRequestError if CODES[code].status < 500 else InternalError
+
+
+def clean_text(text: str) -> str:
+    """One line, at most 200 characters, no memory addresses, nothing unprintable."""
+    text = _ADDRESS.sub("0x…", " ".join(text.split()))
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"

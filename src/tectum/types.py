@@ -1,0 +1,180 @@
+"""The nouns of Tectum: what a request is made of, and what comes back.
+
+Plain frozen dataclasses, shared by every room of the house. Nothing here does I/O, and importing this
+module imports neither torch nor numpy, so that it may live inside an engine's environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+#: bytes of one element, by the name that safetensors, torch and the wire share
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+Grid = tuple[int, int, int]
+
+
+class Modality(StrEnum):
+    """What kind of media an item holds. A part (one request at one encoder) holds one modality."""
+
+    IMAGE = "image"
+    VIDEO = "video"
+    AUDIO = "audio"
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """One picture, clip or recording as it came in: untrusted, undecoded.
+
+    Exactly one of `url` (`https:`, `http:`, `data:`, `file:`), `data` (raw bytes) or `base64` (text) is set.
+    """
+
+    modality: Modality
+    url: str | None = None
+    data: bytes | None = field(default=None, repr=False)
+    base64: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if sum(source is not None for source in (self.url, self.data, self.base64)) != 1:
+            raise ValueError("a media item needs exactly one of url, data or base64")
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a receiver waits for rows. Counted by `address`: a retry to the same address is the same destination (R9).
+
+    `address` is opaque here (`inline:3`, `pull:7`, `tcp://10.0.0.4:5000`); the delivery backend that made it reads it.
+    """
+
+    address: str
+    backend: str = "inline"
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeRequest:
+    """One part of one user request: all its items go through one encoder and share one fate."""
+
+    req_id: str
+    items: tuple[MediaItem, ...]
+    num_parts: int = 1
+    part_idx: int = 0
+    deadline_ms: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    delivery: Literal["inline", "hold"] = "inline"
+
+    @property
+    def modality(self) -> Modality:
+        return self.items[0].modality
+
+
+@dataclass(frozen=True, slots=True)
+class ItemMetadata:
+    """What is known of one item before the forward.
+
+    rows: embedding rows this item yields; equal to its placeholders in the prompt.
+    grid_thw: patches in time, height and width, where the family has a grid.
+    patches: cost of the forward, in the tower's input patches.
+    source_size: decoded (width, height) in pixels.
+    """
+
+    modality: Modality
+    rows: int
+    grid_thw: Grid | None
+    patches: int
+    source_size: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetadata:
+    """What is published after preprocessing and before the forward (R6), so that receivers can allocate.
+
+    width: columns of `rows`. deepstack_layers: how many further `[rows, width]` arrays follow.
+    dtype: one of `DTYPE_BYTES`, both of the staged rows and on the wire.
+    """
+
+    req_id: str
+    num_parts: int
+    part_idx: int
+    items: tuple[ItemMetadata, ...]
+    width: int
+    deepstack_layers: int
+    dtype: str
+
+    @property
+    def modality(self) -> Modality:
+        return self.items[0].modality
+
+    @property
+    def item_rows(self) -> tuple[int, ...]:
+        return tuple(item.rows for item in self.items)
+
+    @property
+    def rows(self) -> int:
+        return sum(item.rows for item in self.items)
+
+    @property
+    def patches(self) -> int:
+        return sum(item.patches for item in self.items)
+
+    @property
+    def grid_thw(self) -> tuple[Grid, ...]:
+        return tuple(item.grid_thw for item in self.items if item.grid_thw is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, deepstack included."""
+        return self.rows * self.width * (1 + self.deepstack_layers) * DTYPE_BYTES[self.dtype]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "req_id": self.req_id,
+            "num_parts": self.num_parts,
+            "part_idx": self.part_idx,
+            "modality": str(self.modality),
+            "rows": self.rows,
+            "item_rows": list(self.item_rows),
+            "grid_thw": [list(grid) for grid in self.grid_thw],
+            "width": self.width,
+            "deepstack_layers": self.deepstack_layers,
+            "dtype": self.dtype,
+            "bytes": self.nbytes,
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embedding:
+    """The rows of one part, in the order of its items.
+
+    rows: `[tokens, width]`; a `torch.Tensor` where torch is installed, else a `numpy.ndarray`.
+    item_rows: rows of each item; they sum to `tokens`.
+    grid_thw: (time, height, width) in patches for each item, empty for families without a grid.
+    deepstack: further `[tokens, width]` arrays, first layer first (Qwen3-VL), else empty.
+    dtype: element type of the arrays, a key of `DTYPE_BYTES`.
+    """
+
+    rows: Any
+    item_rows: tuple[int, ...]
+    grid_thw: tuple[Grid, ...]
+    deepstack: tuple[Any, ...]
+    dtype: str
+    req_id: str = ""
+
+    def __post_init__(self) -> None:
+        tokens = self.rows.shape[0]
+        if sum(self.item_rows) != tokens:
+            raise ValueError(f"item_rows sum to {sum(self.item_rows)}, but there are {tokens} rows")
+        for layer in self.deepstack:
+            if tuple(layer.shape) != tuple(self.rows.shape):
+                raise ValueError(f"a deepstack layer is {tuple(layer.shape)}, the rows are {tuple(self.rows.shape)}")
+
+    @property
+    def width(self) -> int:
+        return int(self.rows.shape[1])
+
+    def split(self) -> list[Any]:
+        """The rows of each item on their own: a list of views `[item_rows[i], width]`."""
+        starts = [sum(self.item_rows[:i]) for i in range(len(self.item_rows))]
+        return [self.rows[start : start + n] for start, n in zip(starts, self.item_rows, strict=True)]
