@@ -1,0 +1,593 @@
+"""One request's life: its states, the events that move it, the effects that follow. All of it is `TABLE`.
+
+This file owns every rule about a single request (R1-R6, R9, R10, R12 of `docs/lifecycle.md`); `ledger.py` owns what
+spans requests (ids, budgets, tombstones, time). Neither does I/O, knows asyncio or torch, or reads a clock: an event
+comes in, effects go out, and the shell in `tectum.pipeline` carries them out and nothing more.
+
+Theory of operation. A request is *used* while a stage (prepare or encode) or a send reads or writes its memory. Its
+state says how far it came. A release is asked for by many and decided once (`_release`): everybody who waits learns the
+outcome at that moment, and the memory is freed at that moment too, unless it is used: then the request is DRAINING
+until the last use ends. So `Free` is emitted exactly once a life, and never while a use is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+from tectum.errors import (
+    DeliveryError,
+    InternalError,
+    LifecycleError,
+    TectumError,
+    UnavailableError,
+)
+
+
+class State(StrEnum):
+    ACCEPTED = "accepted"  # admitted; its media is fetched, decoded and preprocessed
+    PREPARED = "prepared"  # rows, width and bytes are known and published; waits for the forward
+    ENCODING = "encoding"  # in the forward
+    STAGED = "staged"  # rows are held for its receivers
+    DRAINING = "draining"  # released, but a stage or a send still uses its memory
+    RELEASED = "released"  # nothing is held any more
+
+
+class Reason(StrEnum):
+    """Why a request was released. The first one asked for wins and is kept (R2)."""
+
+    DELIVERED = "delivered"
+    PULLED = "pulled"
+    CLIENT_RELEASE = "client_release"
+    CLIENT_ABORT = "client_abort"
+    DEADLINE = "deadline"
+    EXPIRED = "expired"
+    ENCODE_FAILED = "encode_failed"
+    SEND_FAILED = "send_failed"
+    WORKER_LOST = "worker_lost"
+    SHUTDOWN = "shutdown"
+
+
+#: reasons under which everybody got what they asked for
+SUCCESS = frozenset({Reason.DELIVERED, Reason.PULLED})
+
+
+class Milestone(StrEnum):
+    """What a waiter waits for."""
+
+    METADATA = "metadata"
+    STAGED = "staged"
+    ENDED = "ended"
+
+
+class Metadata(Protocol):
+    """What the core reads of the metadata; the rest of it only passes through."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def patches(self) -> int: ...
+
+
+# --- events: what happened to one life -------------------------------------------------------------------------------
+
+
+class PrepareStarted(NamedTuple):
+    """The shell asks to fetch, decode and preprocess."""
+
+    life: int
+
+
+class Prepared(NamedTuple):
+    """Preprocessing ended well: rows and bytes are known."""
+
+    life: int
+    metadata: Metadata
+
+
+class EncodeStarted(NamedTuple):
+    """The batcher asks to take the request into a forward."""
+
+    life: int
+
+
+class Encoded(NamedTuple):
+    """The forward ended well, its rows were checked and lie in staging memory."""
+
+    life: int
+
+
+class Failed(NamedTuple):
+    """The stage that used the request (prepare or encode) ended without a result."""
+
+    life: int
+    error: TectumError
+    reason: Reason = Reason.ENCODE_FAILED
+
+
+class SendStarted(NamedTuple):
+    """Somebody asks to read the staged rows for `address`."""
+
+    life: int
+    address: str
+
+
+class SendConfirmed(NamedTuple):
+    """The receiver at `address` has its rows; the send reads memory no more."""
+
+    life: int
+    address: str
+    reason: Reason = Reason.DELIVERED
+
+
+class SendFailed(NamedTuple):
+    """The send to `address` ended without confirmation; `final` says that this receiver will not ask again."""
+
+    life: int
+    address: str
+    error: TectumError
+    final: bool = True
+
+
+class DestinationsAdded(NamedTuple):
+    """Receivers at `addresses` want the rows pushed as soon as they are staged; `expected` of them will come in all."""
+
+    life: int
+    addresses: tuple[str, ...]
+    expected: int
+
+
+class CallerLeft(NamedTuple):
+    """A caller hung up before it had its answer."""
+
+    life: int
+    waiter: int
+
+
+class ReleaseAsked(NamedTuple):
+    """Somebody asks to give back everything this request holds."""
+
+    life: int
+    reason: Reason
+
+
+Event = (
+    PrepareStarted
+    | Prepared
+    | EncodeStarted
+    | Encoded
+    | Failed
+    | SendStarted
+    | SendConfirmed
+    | SendFailed
+    | DestinationsAdded
+    | CallerLeft
+    | ReleaseAsked
+)
+
+# --- effects: what the shell must do now -----------------------------------------------------------------------------
+
+
+class Admit(NamedTuple):
+    """Yes: go on. `joined` says that the id was live with the same content, and no new work starts (R8)."""
+
+    life: int
+    joined: bool = False
+
+
+class Refuse(NamedTuple):
+    """No: the asking party gets this error, and nothing was changed."""
+
+    error: TectumError
+
+
+class Wake(NamedTuple):
+    """A waiter's wait is over: with the metadata (or None where it asked for none), or with the error."""
+
+    waiter: int
+    metadata: Metadata | None
+    error: TectumError | None
+
+
+class StartSend(NamedTuple):
+    """Push the staged rows to `address`; the use is already counted."""
+
+    life: int
+    address: str
+
+
+class Notify(NamedTuple):
+    """The receiver at `address` waits for rows that will not come: tell it why."""
+
+    address: str
+    error: TectumError
+
+
+class Ended(NamedTuple):
+    """The outcome is decided (once a life): count it, close its trace, and stop whatever stage still works for it."""
+
+    life: int
+    reason: Reason
+    error: TectumError | None
+
+
+class Free(NamedTuple):
+    """Nobody uses the memory any more: give it back (once a life)."""
+
+    life: int
+
+
+class Drained(NamedTuple):
+    """Closing, and nothing lives any more."""
+
+
+Effect = Admit | Refuse | Wake | StartSend | Notify | Ended | Free | Drained
+
+
+class LifecycleViolationError(AssertionError):
+    """The shell reported something that cannot happen in this state: a defect in the shell, never a user's fault."""
+
+
+# --- one request -----------------------------------------------------------------------------------------------------
+
+
+class Request:
+    """The record of one life. Only the actions below change it; sets are made when first needed."""
+
+    __slots__ = (
+        "accepted_at",
+        "active_sends",
+        "callers",
+        "confirmed",
+        "deadline",
+        "error",
+        "expected",
+        "fingerprint",
+        "last_activity",
+        "life",
+        "lost",
+        "metadata",
+        "reason",
+        "req_id",
+        "stage_open",
+        "state",
+        "waiters",
+        "waiting_destinations",
+    )
+
+    def __init__(
+        self, life: int, req_id: str, fingerprint: bytes, expected: int, deadline: float | None, now: float
+    ) -> None:
+        self.life = life
+        self.req_id = req_id
+        self.fingerprint = fingerprint
+        self.state = State.ACCEPTED
+        self.accepted_at = now
+        self.last_activity = now
+        self.deadline = deadline
+        self.expected = expected  # how many destinations must confirm before this is delivered (R10)
+        self.callers = 1
+        self.metadata: Metadata | None = None
+        self.reason: Reason | None = None
+        self.error: TectumError | None = None
+        self.stage_open = False  # a prepare or an encode uses the request
+        self.active_sends: dict[str, int] = {}  # address -> sends in flight to it
+        self.confirmed: set[str] | None = None
+        self.lost: dict[str, TectumError] | None = None  # destinations whose delivery failed for good
+        self.waiting_destinations: tuple[str, ...] = ()  # registered, not yet sent to
+        self.waiters: list[tuple[int, Milestone]] = []
+
+    @property
+    def used(self) -> bool:
+        return self.stage_open or bool(self.active_sends)
+
+    def reached(self, milestone: Milestone) -> bool:
+        if milestone is Milestone.METADATA:
+            return self.metadata is not None
+        return milestone is Milestone.STAGED and self.state is State.STAGED
+
+
+Action = Callable[[Request, Any, list[Effect]], None]
+
+
+class Move(NamedTuple):
+    """One cell of the table: the next state (None: the action decides) and what to do."""
+
+    to: State | None
+    action: Action
+
+
+def _begin_stage(request: Request, event: Event, effects: list[Effect]) -> None:
+    """The stage may start; its use is counted."""
+    assert not request.stage_open, "two stages use one request"
+    request.stage_open = True
+    effects.append(Admit(request.life))
+
+
+def _publish(request: Request, event: Prepared, effects: list[Effect]) -> None:
+    """Metadata is published, whoever waits for it wakes (R6)."""
+    _close_stage(request)
+    request.metadata = event.metadata
+    _wake(request, Milestone.METADATA, effects)
+
+
+def _stage(request: Request, event: Encoded, effects: list[Effect]) -> None:
+    """Rows are held; whoever waits for them wakes, and every registered destination is sent to."""
+    _close_stage(request)
+    _wake(request, Milestone.STAGED, effects)
+    _start_sends(request, effects)
+
+
+def _end_stage(request: Request, event: Event, effects: list[Effect]) -> None:
+    """The last stage of a released request ended: what it made is dropped (R4)."""
+    _close_stage(request)
+    _free_if_unused(request, effects)
+
+
+def _fail(request: Request, event: Failed, effects: list[Effect]) -> None:
+    """Release for the failure; everybody gets the error as it was raised."""
+    request.stage_open = False
+    _release(request, event.reason, event.error, effects)
+
+
+def _begin_send(request: Request, event: SendStarted, effects: list[Effect]) -> None:
+    """The send may read the rows; its use is counted (R1)."""
+    _open_send(request, event.address)
+    effects.append(Admit(request.life))
+
+
+def _confirm(request: Request, event: SendConfirmed, effects: list[Effect]) -> None:
+    """One destination has its rows; when all have, release (R10)."""
+    _close_send(request, event.address)
+    if request.confirmed is None:
+        request.confirmed = set()
+    request.confirmed.add(event.address)
+    if request.lost is not None:
+        request.lost.pop(event.address, None)  # a retry made good
+    _settle(request, event.reason, effects)
+
+
+def _lose(request: Request, event: SendFailed, effects: list[Effect]) -> None:
+    """One destination will not have its rows; the others are not touched by that."""
+    _close_send(request, event.address)
+    if event.final and event.address not in (request.confirmed or ()):
+        if request.lost is None:
+            request.lost = {}
+        request.lost[event.address] = event.error
+    _settle(request, Reason.DELIVERED, effects)
+
+
+def _end_send(request: Request, event: SendConfirmed | SendFailed, effects: list[Effect]) -> None:
+    """A send of a released request ended; after the last one the memory is freed (R1)."""
+    _close_send(request, event.address)
+    _free_if_unused(request, effects)
+
+
+def _add_destinations(request: Request, event: DestinationsAdded, effects: list[Effect]) -> None:
+    """Destinations are counted by address (R9); a lost one that registers again is tried again."""
+    known = set(request.waiting_destinations) | set(request.active_sends) | (request.confirmed or set())
+    fresh = tuple(dict.fromkeys(a for a in event.addresses if a not in known))
+    if request.lost is not None:
+        for address in fresh:
+            request.lost.pop(address, None)
+    request.waiting_destinations += fresh
+    total = len(known | set(fresh) | set(request.lost or ()))
+    request.expected = max(request.expected, event.expected, total)
+    effects.append(Admit(request.life))
+    if request.state is State.STAGED:
+        _start_sends(request, effects)
+
+
+def _caller_left(request: Request, event: CallerLeft, effects: list[Effect]) -> None:
+    """Its wait and its share are given up; when no caller is left, release."""
+    request.waiters = [entry for entry in request.waiters if entry[0] != event.waiter]
+    request.callers -= 1
+    request.expected = max(request.expected - 1, 0)
+    if request.callers == 0:
+        _release(request, Reason.CLIENT_ABORT, None, effects)
+    elif request.state is State.STAGED:
+        _settle(request, Reason.DELIVERED, effects)
+
+
+def _ask_release(request: Request, event: ReleaseAsked, effects: list[Effect]) -> None:
+    """Release now, or as soon as the last use ends (R1, R4)."""
+    _release(request, event.reason, None, effects)
+
+
+def _refuse_not_ready(request: Request, event: Event, effects: list[Effect]) -> None:
+    """Refused (409): there are no rows yet."""
+    effects.append(Refuse(not_ready(request.req_id, request.state)))
+
+
+def _refuse_released(request: Request, event: Event, effects: list[Effect]) -> None:
+    """Refused (410): a release was asked for (R3, R5)."""
+    effects.append(Refuse(request.error or outcome_error(request.req_id, _reason(request), None)))
+
+
+def _ignore(request: Request, event: Event, effects: list[Effect]) -> None:
+    """Nothing: the first release wins (R2)."""
+
+
+S = State
+_RELEASE: dict[type, Move] = {Failed: Move(None, _fail), ReleaseAsked: Move(None, _ask_release)}
+
+#: every move there is; an event without a cell in its state is a defect of the shell (`LifecycleViolationError`)
+TABLE: dict[State, dict[type, Move]] = {
+    S.ACCEPTED: {
+        PrepareStarted: Move(S.ACCEPTED, _begin_stage),
+        Prepared: Move(S.PREPARED, _publish),
+        SendStarted: Move(S.ACCEPTED, _refuse_not_ready),
+        DestinationsAdded: Move(S.ACCEPTED, _add_destinations),
+        CallerLeft: Move(None, _caller_left),
+        **_RELEASE,
+    },
+    S.PREPARED: {
+        EncodeStarted: Move(S.ENCODING, _begin_stage),
+        SendStarted: Move(S.PREPARED, _refuse_not_ready),
+        DestinationsAdded: Move(S.PREPARED, _add_destinations),
+        CallerLeft: Move(None, _caller_left),
+        **_RELEASE,
+    },
+    S.ENCODING: {
+        Encoded: Move(S.STAGED, _stage),
+        SendStarted: Move(S.ENCODING, _refuse_not_ready),
+        DestinationsAdded: Move(S.ENCODING, _add_destinations),
+        CallerLeft: Move(None, _caller_left),
+        **_RELEASE,
+    },
+    S.STAGED: {
+        SendStarted: Move(S.STAGED, _begin_send),
+        SendConfirmed: Move(None, _confirm),
+        SendFailed: Move(None, _lose),
+        DestinationsAdded: Move(S.STAGED, _add_destinations),
+        CallerLeft: Move(None, _caller_left),
+        ReleaseAsked: Move(None, _ask_release),
+    },
+    S.DRAINING: {
+        Prepared: Move(None, _end_stage),
+        Encoded: Move(None, _end_stage),
+        Failed: Move(None, _end_stage),
+        SendConfirmed: Move(None, _end_send),
+        SendFailed: Move(None, _end_send),
+        PrepareStarted: Move(S.DRAINING, _refuse_released),
+        EncodeStarted: Move(S.DRAINING, _refuse_released),
+        SendStarted: Move(S.DRAINING, _refuse_released),
+        DestinationsAdded: Move(S.DRAINING, _refuse_released),
+        CallerLeft: Move(S.DRAINING, _ignore),
+        ReleaseAsked: Move(S.DRAINING, _ignore),
+    },
+    S.RELEASED: {},
+}
+
+
+def step(request: Request, event: Event, effects: list[Effect]) -> None:
+    """Apply one event and append what follows from it. Raises LifecycleViolationError for an impossible one."""
+    move = TABLE[request.state].get(type(event))
+    if move is None:
+        raise LifecycleViolationError(f"{type(event).__name__} in state {request.state} of request {request.req_id}")
+    if move.to is not None:
+        request.state = move.to
+    move.action(request, event, effects)
+
+
+# --- the few moves that the actions share ----------------------------------------------------------------------------
+
+
+def _release(request: Request, reason: Reason, error: TectumError | None, effects: list[Effect]) -> None:
+    """The one path of release (R2): everybody learns the outcome now; the memory goes when nobody uses it."""
+    assert request.reason is None, "released twice"
+    request.reason = reason
+    request.error = None if reason in SUCCESS else error or outcome_error(request.req_id, reason, None)
+    for waiter, _ in request.waiters:
+        effects.append(Wake(waiter, request.metadata if request.error is None else None, request.error))
+    request.waiters = []
+    if request.error is not None:
+        effects.extend(Notify(address, request.error) for address in request.waiting_destinations)
+    request.waiting_destinations = ()
+    request.state = State.DRAINING
+    effects.append(Ended(request.life, reason, request.error))
+    _free_if_unused(request, effects)
+
+
+def _free_if_unused(request: Request, effects: list[Effect]) -> None:
+    if not request.used:
+        request.state = State.RELEASED
+        effects.append(Free(request.life))
+
+
+def _settle(request: Request, reason: Reason, effects: list[Effect]) -> None:
+    """Release once each expected destination has its rows or is lost for good, and at least one was heard of."""
+    confirmed, lost = len(request.confirmed or ()), request.lost or {}
+    settled = confirmed + len(lost)
+    if settled == 0 or settled < request.expected:
+        return
+    if not lost:
+        _release(request, reason, None, effects)
+    elif not request.active_sends:
+        _release(request, Reason.SEND_FAILED, next(iter(lost.values())), effects)
+
+
+def _start_sends(request: Request, effects: list[Effect]) -> None:
+    for address in request.waiting_destinations:
+        _open_send(request, address)
+        effects.append(StartSend(request.life, address))
+    request.waiting_destinations = ()
+
+
+def _close_stage(request: Request) -> None:
+    if not request.stage_open:
+        raise LifecycleViolationError(f"a stage of request {request.req_id} ended that never started")
+    request.stage_open = False
+
+
+def _open_send(request: Request, address: str) -> None:
+    request.active_sends[address] = request.active_sends.get(address, 0) + 1
+
+
+def _close_send(request: Request, address: str) -> None:
+    left = request.active_sends.get(address, 0) - 1
+    if left < 0:
+        raise LifecycleViolationError(f"a send to {address} ended that never started")
+    if left:
+        request.active_sends[address] = left
+    else:
+        del request.active_sends[address]
+
+
+def _wake(request: Request, milestone: Milestone, effects: list[Effect]) -> None:
+    staying = []
+    for waiter, wanted in request.waiters:
+        if wanted is milestone:
+            effects.append(Wake(waiter, request.metadata, None))
+        else:
+            staying.append((waiter, wanted))
+    request.waiters = staying
+
+
+def _reason(request: Request) -> Reason:
+    assert request.reason is not None, "a released request has a reason"
+    return request.reason
+
+
+# --- the errors that a life can end in -------------------------------------------------------------------------------
+
+_ADVICE = {
+    Reason.DELIVERED: "every expected receiver has its rows; encode again to get them anew",
+    Reason.PULLED: "its rows were pulled; encode again to get them anew",
+    Reason.CLIENT_RELEASE: "it was released on request; encode again under a new id",
+    Reason.CLIENT_ABORT: "its caller hung up; encode again",
+    Reason.DEADLINE: "its deadline passed; encode again with more time",
+    Reason.EXPIRED: "nobody fetched it within its time to live; encode again or raise --request-ttl",
+    Reason.ENCODE_FAILED: "its encode failed",
+    Reason.SEND_FAILED: "its delivery failed; encode again",
+    Reason.WORKER_LOST: "its encoder died; encode again",
+    Reason.SHUTDOWN: "the server is shutting down; encode elsewhere",
+}
+
+
+def short(req_id: str) -> str:
+    """An id as it may stand in an error text."""
+    return req_id if len(req_id) <= 64 else req_id[:61] + "..."
+
+
+def outcome_error(req_id: str, reason: Reason, age: float | None) -> TectumError:
+    """What those who still want something of a released request are told. `age` is None at the moment of release."""
+    when = "just now" if age is None else f"{age:.1f} s ago"
+    if age is None and reason is Reason.DEADLINE:
+        return LifecycleError("deadline_exceeded", f"Request {short(req_id)} did not finish before its deadline")
+    if age is None and reason is Reason.SHUTDOWN:
+        return UnavailableError("shutting_down", "The encoder is shutting down", retry_after=1.0)
+    if age is None and reason is Reason.WORKER_LOST:
+        return UnavailableError("worker_lost", "The encoder that held this request died; retry", retry_after=1.0)
+    if age is None and reason is Reason.ENCODE_FAILED:
+        return InternalError("encode_failed", f"Encoding of request {short(req_id)} failed")
+    if age is None and reason is Reason.SEND_FAILED:
+        return DeliveryError("send_failed", f"Delivery of request {short(req_id)} failed")
+    text = f"Encoder request was released: {short(req_id)} ({reason}, {when}); {_ADVICE[reason]}"
+    return LifecycleError("request_released", text, reason=str(reason), age_s=round(age or 0.0, 3))
+
+
+def not_ready(req_id: str, state: State) -> TectumError:
+    text = f"No embedding available for request: {short(req_id)} (it is {state}); wait for it and ask again"
+    return LifecycleError("embedding_not_ready", text, retry_after=1.0, state=str(state))
