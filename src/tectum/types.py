@@ -50,7 +50,7 @@ class Destination:
     """
 
     address: str
-    backend: str = "inline"
+    backend: str = field(default="inline", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from tectum.errors import BadRequestError, LifecycleError, TectumError, UnavailableError
 from tectum.lifecycle.machine import (
+    Address,
     Admit,
     CallerLeft,
     DestinationsAdded,
@@ -108,7 +109,7 @@ class Register(NamedTuple):
     """
 
     req_id: str
-    addresses: tuple[str, ...]
+    addresses: tuple[Address, ...]
     expected: int
     waiter: int
 
@@ -117,7 +118,7 @@ class Pull(NamedTuple):
     """Somebody asks to read the staged rows of `req_id` as destination `address`."""
 
     req_id: str
-    address: str
+    address: Address
 
 
 class Release(NamedTuple):

@@ -12,7 +12,7 @@ until the last use ends. So `Free` is emitted exactly once a life, and never whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +23,10 @@ from tectum.errors import (
     TectumError,
     UnavailableError,
 )
+
+
+#: where a receiver waits: opaque here, equal for a retry to the same place (R9)
+Address = Hashable
 
 
 class State(StrEnum):
@@ -110,14 +114,14 @@ class SendStarted(NamedTuple):
     """Somebody asks to read the staged rows for `address`."""
 
     life: int
-    address: str
+    address: Address
 
 
 class SendConfirmed(NamedTuple):
     """The receiver at `address` has its rows; the send reads memory no more."""
 
     life: int
-    address: str
+    address: Address
     reason: Reason = Reason.DELIVERED
 
 
@@ -125,7 +129,7 @@ class SendFailed(NamedTuple):
     """The send to `address` ended without confirmation; `final` says that this receiver will not ask again."""
 
     life: int
-    address: str
+    address: Address
     error: TectumError
     final: bool = True
 
@@ -134,7 +138,7 @@ class DestinationsAdded(NamedTuple):
     """Receivers at `addresses` want the rows pushed as soon as they are staged; `expected` of them will come in all."""
 
     life: int
-    addresses: tuple[str, ...]
+    addresses: tuple[Address, ...]
     expected: int
 
 
@@ -194,13 +198,13 @@ class StartSend(NamedTuple):
     """Push the staged rows to `address`; the use is already counted."""
 
     life: int
-    address: str
+    address: Address
 
 
 class Notify(NamedTuple):
     """The receiver at `address` waits for rows that will not come: tell it why."""
 
-    address: str
+    address: Address
     error: TectumError
 
 
@@ -272,10 +276,10 @@ class Request:
         self.reason: Reason | None = None
         self.error: TectumError | None = None
         self.stage_open = False  # a prepare or an encode uses the request
-        self.active_sends: dict[str, int] = {}  # address -> sends in flight to it
-        self.confirmed: set[str] | None = None
-        self.lost: dict[str, TectumError] | None = None  # destinations whose delivery failed for good
-        self.waiting_destinations: tuple[str, ...] = ()  # registered, not yet sent to
+        self.active_sends: dict[Address, int] = {}  # address -> sends in flight to it
+        self.confirmed: set[Address] | None = None
+        self.lost: dict[Address, TectumError] | None = None  # destinations whose delivery failed for good
+        self.waiting_destinations: tuple[Address, ...] = ()  # registered, not yet sent to
         self.waiters: list[tuple[int, Milestone]] = []
 
     @property
@@ -521,11 +525,11 @@ def _close_stage(request: Request) -> None:
     request.stage_open = False
 
 
-def _open_send(request: Request, address: str) -> None:
+def _open_send(request: Request, address: Address) -> None:
     request.active_sends[address] = request.active_sends.get(address, 0) + 1
 
 
-def _close_send(request: Request, address: str) -> None:
+def _close_send(request: Request, address: Address) -> None:
     left = request.active_sends.get(address, 0) - 1
     if left < 0:
         raise LifecycleViolationError(f"a send to {address} ended that never started")
