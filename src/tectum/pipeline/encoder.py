@@ -1,0 +1,103 @@
+"""`Encoder`: the encoder in this process, through the very pipeline that the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from tectum.config import Settings
+from tectum.items import MediaLike, as_media_items
+from tectum.pipeline.pipeline import Job
+from tectum.pipeline.service import running_pipeline
+from tectum.types import Embedding, EncodeRequest, Modality
+
+
+class Encoder:
+    """Runs the vision encoder of a checkpoint here, without a server and without its language model.
+
+    model: a local folder or a hub id. Settings are keyword arguments by the names of `tectum.Settings`
+    (`device`, `dtype`, `forward_threads`, …). `encode` blocks, `aencode` awaits; both may be called from several threads
+    and loops at once. Close it, or use it as a context manager.
+
+    Raises StartupError when the model cannot be loaded or a setting is wrong.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        from tectum.models.load import load_adapter
+
+        self.settings = Settings.load(allowed_media_dir=settings.pop("allowed_media_dir", "/"), **settings)
+        self.adapter = load_adapter(model, device=self.settings.device, dtype=self.settings.dtype)
+        self._stack = AsyncExitStack()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tectum-encoder", daemon=True)
+        self._thread.start()
+        enter = self._stack.enter_async_context(running_pipeline(self.adapter, self.settings))
+        self._pipeline = asyncio.run_coroutine_threadsafe(enter, self._loop).result()
+
+    def encode(
+        self,
+        items: MediaLike | Sequence[MediaLike],
+        *,
+        modality: str = "image",
+        options: Mapping[str, Any] | None = None,
+        deadline_ms: int | None = None,
+    ) -> Embedding:
+        """Encode one item or a list of them (paths, bytes, URLs, PIL pictures, MediaItems) in one forward.
+
+        Returns their rows `[tokens, width]` in order, in the model's dtype. Raises MMError, which names the item at fault.
+        """
+        request = self._request(items, modality, options, deadline_ms)
+        return asyncio.run_coroutine_threadsafe(self._encode(request), self._loop).result()
+
+    async def aencode(
+        self,
+        items: MediaLike | Sequence[MediaLike],
+        *,
+        modality: str = "image",
+        options: Mapping[str, Any] | None = None,
+        deadline_ms: int | None = None,
+    ) -> Embedding:
+        """As `encode`, for a running event loop."""
+        request = self._request(items, modality, options, deadline_ms)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._encode(request), self._loop))
+
+    def close(self) -> None:
+        """Finish what runs and give everything back. Idempotent."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._stack.aclose(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Encoder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _request(
+        self,
+        items: MediaLike | Sequence[MediaLike],
+        modality: str,
+        options: Mapping[str, Any] | None,
+        deadline_ms: int | None,
+    ) -> EncodeRequest:
+        media = as_media_items(items, Modality(modality))
+        return EncodeRequest(uuid.uuid4().hex, media, deadline_ms=deadline_ms, options=dict(options or {}))
+
+    async def _encode(self, request: EncodeRequest) -> Embedding:
+        async with self._pipeline.execute_encode_pipeline(request) as job:
+            return embedding_of(job)
+
+
+def embedding_of(job: Job) -> Embedding:
+    """A copy of a job's staged rows that outlives their lease."""
+    assert job.staged is not None, "rows are read while they are staged"
+    metadata = job.staged.metadata
+    rows, *deepstack = (array.clone() for array in job.staged.lease.arrays())
+    return Embedding(rows, metadata.item_rows, metadata.grid_thw, tuple(deepstack), metadata.dtype, metadata.req_id)

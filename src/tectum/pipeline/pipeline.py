@@ -1,0 +1,534 @@
+"""The walk of one request through the stages: the async shell around the lifecycle.
+
+Owns tasks, futures and the timer; asks `tectum.lifecycle` what may happen and carries out what follows. It decides
+nothing about a request's life itself. The work of the stages is handed in (`Work`; the real one is `stages.py`), and
+time is the event loop's, so that a simulator can drive this very file on a virtual clock.
+
+The walk: accept → (task) prepare → metadata published → batcher → (encode loop) forward → staged → sends → released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tectum.errors import DeliveryError, InternalError, TectumError, UnavailableError
+from tectum.lifecycle.ledger import (
+    Accept,
+    Close,
+    Ledger,
+    LedgerEvent,
+    Limits,
+    Pull,
+    Register,
+    Release,
+    Tick,
+    Wait,
+    WaitCancelled,
+    unknown,
+)
+from tectum.lifecycle.machine import (
+    Address,
+    Admit,
+    CallerLeft,
+    Drained,
+    Effect,
+    Encoded,
+    EncodeStarted,
+    Ended,
+    Failed,
+    Free,
+    Milestone,
+    Notify,
+    Prepared,
+    PrepareStarted,
+    Reason,
+    Refuse,
+    SendConfirmed,
+    SendFailed,
+    SendStarted,
+    StartSend,
+    Wake,
+)
+from tectum.pipeline.batcher import Batcher
+from tectum.pipeline.fingerprint import fingerprint
+from tectum.types import Destination, EncodeRequest, Modality, RequestMetadata
+
+log = logging.getLogger("tectum.pipeline")
+
+
+@dataclass(slots=True)
+class PreparedPart:
+    """What the prepare stage made of a request. `inputs` is the adapter's; `seconds` says how long each step took."""
+
+    metadata: RequestMetadata
+    inputs: Any
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Staged:
+    """A request's rows in staging memory. `lease` is the pool's; it is read by sends and given back on `Free`."""
+
+    metadata: RequestMetadata
+    lease: Any
+
+
+class Work(Protocol):
+    """What the stages do. Each coroutine, when cancelled, ends only after it has stopped using the request's memory."""
+
+    async def prepare(self, request: EncodeRequest) -> PreparedPart:
+        """Fetch, decode and preprocess all items. Raises TectumError that names the item at fault."""
+
+    async def encode(self, batch: Sequence[PreparedPart]) -> list[Staged | TectumError]:
+        """One forward for the batch, its rows checked and staged: a result or an error for each member."""
+
+    async def send(self, staged: Staged, destination: Destination) -> None:
+        """Deliver to a receiver and return when it has confirmed. Raises TectumError. Never releases."""
+
+    async def notify(self, destination: Destination, error: TectumError) -> None:
+        """Tell a waiting receiver that its rows will not come."""
+
+    def free(self, staged: Staged) -> None:
+        """Give staging memory back."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One life as the shell sees it: the work done for it so far. Whether it may go on is the ledger's to say."""
+
+    life: int
+    request: EncodeRequest
+    accepted_at: float
+    walk: asyncio.Task[None] | None = None
+    prepared: PreparedPart | None = None
+    staged: Staged | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def modality(self) -> Modality:
+        return self.request.modality
+
+    @property
+    def patches(self) -> int:
+        assert self.prepared is not None, "only prepared jobs have patches"
+        return self.prepared.metadata.patches
+
+
+class Observer(Protocol):
+    """Who watches outcomes (metrics, logs, traces). Told once a life; what it raises is logged and goes no further."""
+
+    def ended(self, job: Job, reason: Reason, error: TectumError | None, seconds: float) -> None: ...
+
+
+class Pipeline:
+    """Runs requests. One event loop owns it; every method is called there.
+
+    `start()` first, `drain()` last.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        limits: Limits,
+        batcher: Batcher,
+        *,
+        send_timeout: float = 30.0,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.ledger = Ledger(limits)
+        self._work = work
+        self._batcher = batcher
+        self._send_timeout = send_timeout
+        self._observers = observers
+        self._jobs: dict[int, Job] = {}
+        self._futures: dict[int, asyncio.Future[Any]] = {}  # waiter -> whoever awaits it
+        self._numbers = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._work_waits = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._encode_loop: asyncio.Task[None] | None = None
+        self._carry: dict[type, Callable[[Any], None]] = {
+            Wake: self._on_wake,
+            StartSend: self._on_start_send,
+            Notify: self._on_notify,
+            Ended: self._on_ended,
+            Free: self._on_free,
+            Drained: lambda effect: self._drained.set(),
+        }
+
+    # --- what doors call ---
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._encode_loop = self._spawn(self._encode_forever())
+
+    @asynccontextmanager
+    async def execute_encode_pipeline(self, request: EncodeRequest) -> AsyncIterator[Job]:
+        """Encode `request` for a caller who reads the rows at once; inside the block `job.staged` may be read.
+
+        The block is the delivery: when it ends well the caller has its rows; when it is left by an exception or a
+        cancellation, the caller is gone. Raises MMError with the status of whatever went wrong.
+        """
+        address = Destination(f"inline:{next(self._numbers)}")
+        async with self._calling(request, Milestone.STAGED) as (job, waiter):
+            self._ask(SendStarted(job.life, address))
+            try:
+                yield job
+            except BaseException as error:
+                self._handle(SendFailed(job.life, address, _as_send_error(error), final=False))
+                self._handle(CallerLeft(job.life, waiter))
+                raise
+            self._handle(SendConfirmed(job.life, address))
+
+    @asynccontextmanager
+    async def hold(self, request: EncodeRequest) -> AsyncIterator[Job]:
+        """Encode `request` and keep its rows for a later pull; inside the block the caller is answered."""
+        async with self._calling(request, Milestone.STAGED) as (job, waiter):
+            try:
+                yield job
+            except BaseException:
+                self._handle(CallerLeft(job.life, waiter))
+                raise
+
+    @asynccontextmanager
+    async def pull(self, req_id: str) -> AsyncIterator[Job]:
+        """Read held rows; inside the block `job.staged` may be read, and its good end confirms that they arrived.
+
+        Raises LifecycleError: `request_not_found`, `embedding_not_ready`, `request_released` with its reason and age.
+        """
+        address = Destination(f"pull:{next(self._numbers)}")
+        job = self._jobs[self._ask(Pull(req_id, address))]
+        try:
+            yield job
+        except BaseException as error:
+            self._handle(SendFailed(job.life, address, _as_send_error(error), final=False))
+            raise
+        self._handle(SendConfirmed(job.life, address, Reason.PULLED))
+
+    async def wait(self, req_id: str, milestone: Milestone, seconds: float) -> RequestMetadata:
+        """Wait for `req_id` to reach `milestone`, at most `seconds`; answers at once when it did, or was released.
+
+        Raises LifecycleError `metadata_timeout` (still working), `request_not_found`, or what the request ended with.
+        """
+        waiter, future = self._new_waiter()
+        self._handle(Wait(req_id, waiter, milestone, self._loop.time() + seconds))
+        try:
+            metadata: RequestMetadata = await future
+            return metadata
+        finally:
+            self._forget(waiter, WaitCancelled(waiter))
+
+    async def register_destinations(
+        self, req_id: str, destinations: Sequence[Destination], receive_count: int = 0
+    ) -> None:
+        """Have the rows pushed to `destinations` when they are staged; `receive_count` receivers will register in all.
+
+        May come before the request: returns when the request is there, or raises when it is not in time.
+        """
+        waiter, future = self._new_waiter()
+        try:
+            self._ask(Register(req_id, tuple(destinations), receive_count, waiter))
+            await future
+        finally:
+            self._forget(waiter, WaitCancelled(waiter))
+
+    def release_request(self, req_id: str, reason: Reason = Reason.CLIENT_RELEASE) -> None:
+        """Give back everything that `req_id` holds; for an id not seen yet, remember that it is not wanted (R5)."""
+        self._handle(Release(req_id, reason))
+
+    def status(self, req_id: str) -> dict[str, Any]:
+        """State of a live or released request. Raises LifecycleError `request_not_found`."""
+        now = self._loop.time()
+        live = self.ledger.find(req_id)
+        if live is not None:
+            job = self._jobs[live.life]
+            metadata = None if job.prepared is None else job.prepared.metadata.to_json()
+            return {"req_id": req_id, "state": str(live.state), "age_s": now - live.accepted_at, "metadata": metadata}
+        stone = self.ledger.tombstone(req_id, now)
+        if stone is None:
+            raise unknown(req_id)
+        answer = {"req_id": req_id, "state": "released", "reason": str(stone.reason), "released_s": now - stone.at}
+        return answer if stone.error is None else {**answer, "error": stone.error.to_problem()}
+
+    async def drain(self, timeout: float) -> bool:
+        """Refuse new work, let accepted work finish, then fail the rest; at most `timeout` seconds in all.
+
+        True when everything accepted was finished. After False some thread may still run a stage that cannot be stopped,
+        and the process has to end it.
+        """
+        grace = min(1.0, timeout / 4)
+        self._handle(Close(fail_live=False))
+        finished = await self._wait_drained(timeout - grace)
+        if not finished:
+            self._handle(Close(fail_live=True))
+            for task in self._tasks - {self._encode_loop}:
+                task.cancel()
+            if not await self._wait_drained(grace):
+                log.error("shutting down while a stage still runs")
+                return False
+        await self._stop_tasks()
+        return finished
+
+    async def _wait_drained(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._drained.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # --- the caller's side of one request ---
+
+    @asynccontextmanager
+    async def _calling(self, request: EncodeRequest, milestone: Milestone) -> AsyncIterator[tuple[Job, int]]:
+        """Accept (or join), await the milestone; a caller that leaves before is reported to the ledger."""
+        digest = await fingerprint(request)
+        waiter, future = self._new_waiter()
+        now = self._loop.time()
+        deadline = None if request.deadline_ms is None else now + request.deadline_ms / 1000
+        try:
+            life = self._ask(Accept(request.req_id, digest, waiter, milestone, 1, deadline))
+        except TectumError:
+            del self._futures[waiter]
+            raise
+        job = self._jobs.get(life)
+        if job is None:
+            job = self._jobs[life] = Job(life, request, now)
+            job.walk = self._spawn(self._walk(job))
+        try:
+            await future
+        except asyncio.CancelledError:
+            self._forget(waiter, CallerLeft(life, waiter))
+            raise
+        yield job, waiter
+
+    # --- the stages ---
+
+    async def _walk(self, job: Job) -> None:
+        """Prepare one request and hand it to the batcher."""
+        if not self._may(PrepareStarted(job.life)):
+            return
+        try:
+            prepared = await self._work.prepare(job.request)
+        except TectumError as error:
+            self._handle(Failed(job.life, error))
+        except asyncio.CancelledError:
+            self._handle(Failed(job.life, InternalError("internal", "The prepare stage was cancelled")))
+            raise
+        except Exception as error:
+            self._handle(Failed(job.life, _unexpected(error, "preparing")))
+        else:
+            job.prepared = prepared
+            job.seconds.update(prepared.seconds)
+            job.seconds["prepared_at"] = self._loop.time()
+            self._handle(Prepared(job.life, prepared.metadata))
+            self._batcher.put(job)  # released in the meantime? EncodeStarted will be refused
+            self._work_waits.set()
+
+    async def _encode_forever(self) -> None:
+        """Keep the forward busy while anything waits for it."""
+        while True:
+            await self._work_waits.wait()
+            batch = [job for job in self._batcher.take() if self._may(EncodeStarted(job.life))]
+            if not len(self._batcher):
+                self._work_waits.clear()
+            if batch:
+                await self._encode(batch)
+
+    async def _encode(self, batch: list[Job]) -> None:
+        """One forward. A batch that fails as a whole is retried one by one, so that only the culprit fails (R15)."""
+        started = self._loop.time()
+        try:
+            results = await self._work.encode([_prepared(job) for job in batch])
+        except asyncio.CancelledError:
+            error: TectumError = UnavailableError("shutting_down", "The encoder is shutting down", retry_after=1.0)
+            self._finish(batch, [error] * len(batch), started)
+            raise
+        except Exception as failure:
+            if len(batch) > 1:
+                log.warning("a fused batch of %d failed and is retried one by one: %s", len(batch), failure)
+                for index, job in enumerate(batch):
+                    try:
+                        await self._encode([job])
+                    except asyncio.CancelledError:
+                        rest = batch[index + 1 :]
+                        error = UnavailableError("shutting_down", "The encoder is shutting down", retry_after=1.0)
+                        self._finish(rest, [error] * len(rest), started)
+                        raise
+                return
+            known = failure if isinstance(failure, TectumError) else _unexpected(failure, "encoding")
+            results = [known]
+        self._finish(batch, results, started)
+
+    def _finish(self, batch: list[Job], results: Sequence[Staged | TectumError], started: float) -> None:
+        assert len(results) == len(batch), "an encode answers for every member of its batch"
+        ended = self._loop.time()
+        for job, result in zip(batch, results, strict=True):
+            job.seconds["queue"] = started - job.seconds.pop("prepared_at", started)
+            job.seconds["forward"] = ended - started
+            if isinstance(result, TectumError):
+                self._handle(Failed(job.life, result))
+            else:
+                job.staged = result
+                self._handle(Encoded(job.life))
+
+    async def _push(self, job: Job, destination: Destination) -> None:
+        """One delivery to one registered receiver, within its own bound."""
+        assert job.staged is not None, "only staged rows are sent"
+        error: TectumError | None = None
+        try:
+            async with asyncio.timeout(self._send_timeout):
+                await self._work.send(job.staged, destination)
+        except TectumError as failure:
+            error = failure
+        except TimeoutError:
+            text = f"Delivery to a receiver was not confirmed within {self._send_timeout:g} s"
+            error = DeliveryError("send_timeout", text)
+        except asyncio.CancelledError:
+            self._handle(SendFailed(job.life, destination, DeliveryError("send_failed", "The delivery was cancelled")))
+            raise
+        except Exception as failure:
+            error = _unexpected(failure, "sending")
+        if error is None:
+            self._handle(SendConfirmed(job.life, destination))
+        else:
+            self._handle(SendFailed(job.life, destination, error))
+
+    # --- carrying out effects ---
+
+    def _handle(self, event: LedgerEvent) -> Admit | Refuse | None:
+        """Give one event to the ledger and carry out what follows, in order. Returns its answer, where it was asked."""
+        answer: Admit | Refuse | None = None
+        effects: list[Effect] = self.ledger.handle(event, self._loop.time())
+        for effect in effects:
+            if isinstance(effect, (Admit, Refuse)):
+                answer = effect
+            else:
+                self._carry[type(effect)](effect)
+        self._arm_timer()
+        return answer
+
+    def _ask(self, event: LedgerEvent) -> int:
+        """An event that asks: the life it was admitted for, or the refusal raised."""
+        answer = self._handle(event)
+        assert answer is not None, "an asking event is always answered"
+        if isinstance(answer, Refuse):
+            raise answer.error
+        return answer.life
+
+    def _may(self, event: LedgerEvent) -> bool:
+        return isinstance(self._handle(event), Admit)
+
+    def _on_wake(self, effect: Wake) -> None:
+        future = self._futures.pop(effect.waiter, None)
+        if future is None or future.done():
+            return  # its coroutine was cancelled in this very tick, and will say so
+        if effect.error is None:
+            future.set_result(effect.metadata)
+        else:
+            future.set_exception(effect.error)
+
+    def _on_start_send(self, effect: StartSend) -> None:
+        self._spawn(self._push(self._jobs[effect.life], _destination(effect.address)))
+
+    def _on_notify(self, effect: Notify) -> None:
+        self._spawn(self._tell(_destination(effect.address), effect.error))
+
+    async def _tell(self, destination: Destination, error: TectumError) -> None:
+        try:
+            async with asyncio.timeout(self._send_timeout):
+                await self._work.notify(destination, error)
+        except Exception as failure:  # a failure while reporting never hides the first one
+            log.warning("could not tell a receiver about %s: %s", error.code, type(failure).__name__)
+
+    def _on_ended(self, effect: Ended) -> None:
+        job = self._jobs[effect.life]
+        self._batcher.discard(effect.life)
+        if job.walk is not None and job.walk is not asyncio.current_task():
+            job.walk.cancel()
+        for observer in self._observers:
+            try:
+                observer.ended(job, effect.reason, effect.error, self._loop.time() - job.accepted_at)
+            except Exception:
+                log.exception("an observer failed")
+
+    def _on_free(self, effect: Free) -> None:
+        job = self._jobs.pop(effect.life)
+        job.prepared = None
+        if job.staged is not None:
+            staged, job.staged = job.staged, None
+            self._work.free(staged)
+
+    # --- small things ---
+
+    def _new_waiter(self) -> tuple[int, asyncio.Future[Any]]:
+        waiter = next(self._numbers)
+        future = self._futures[waiter] = self._loop.create_future()
+        return waiter, future
+
+    def _forget(self, waiter: int, event: LedgerEvent) -> None:
+        """The coroutine that awaited `waiter` ends: tell the ledger, unless the ledger ended the wait itself."""
+        future = self._futures.pop(waiter, None)
+        if future is not None or isinstance(event, CallerLeft):
+            self._handle(event)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+        return task
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a pipeline task failed", exc_info=task.exception())
+
+    def _arm_timer(self) -> None:
+        """One timer, for the earliest thing that waits for time; an idle pipeline has none."""
+        due = self.ledger.next_due()
+        if self._timer is not None:
+            if due is not None and self._timer.when() <= due:
+                return
+            self._timer.cancel()
+        self._timer = None if due is None else self._loop.call_at(due, self._on_time)
+
+    def _on_time(self) -> None:
+        self._timer = None
+        self._handle(Tick())
+
+    async def _stop_tasks(self) -> None:
+        """End the encode loop and whatever still runs, once nothing lives any more."""
+        running = tuple(self._tasks)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _prepared(job: Job) -> PreparedPart:
+    assert job.prepared is not None, "only prepared jobs are encoded"
+    return job.prepared
+
+
+def _destination(address: Address) -> Destination:
+    assert isinstance(address, Destination), "the pipeline registers destinations only"
+    return address
+
+
+def _unexpected(error: Exception, doing: str) -> TectumError:
+    """Ours is the fault. The text names the kind of failure only: its own words may hold paths or addresses."""
+    log.error("unexpected failure while %s", doing, exc_info=error)
+    return InternalError("encode_failed", f"Unexpected {type(error).__name__} while {doing}; the server's log has more")
+
+
+def _as_send_error(error: BaseException) -> TectumError:
+    return error if isinstance(error, TectumError) else DeliveryError("send_failed", "The receiver went away")
