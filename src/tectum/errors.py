@@ -70,6 +70,7 @@ CODES: dict[str, CodeSpec] = {
     "invalid_settings": CodeSpec(400, "INVALID_ARGUMENT"),
     "model_not_found": CodeSpec(404, "NOT_FOUND"),
     "unsupported_architecture": CodeSpec(400, "UNIMPLEMENTED"),
+    "invalid_checkpoint": CodeSpec(400, "INVALID_ARGUMENT"),
     "missing_dependency": CodeSpec(500, "UNIMPLEMENTED"),
     "port_in_use": CodeSpec(503, "UNAVAILABLE"),
     "server_unreachable": CodeSpec(503, "UNAVAILABLE", retryable=True),
@@ -184,7 +185,8 @@ class DeliveryError(MMError):
 _LIFECYCLE = {"request_not_found", "embedding_not_ready", "request_conflict", "request_released"}
 _LIFECYCLE |= {"deadline_exceeded", "metadata_timeout"}
 _UNAVAILABLE = {"overloaded", "shutting_down", "worker_lost", "out_of_memory", "server_unreachable"}
-_STARTUP = {"invalid_settings", "model_not_found", "unsupported_architecture", "missing_dependency", "port_in_use"}
+_STARTUP = {"invalid_settings", "model_not_found", "unsupported_architecture", "invalid_checkpoint"}
+_STARTUP |= {"missing_dependency", "port_in_use"}
 _DELIVERY = {"send_failed", "send_timeout", "invalid_rows"}
 
 

@@ -20,8 +20,8 @@ class Encoder:
     """Runs the vision encoder of a checkpoint here, without a server and without its language model.
 
     model: a local folder or a hub id. Settings are keyword arguments by the names of `tectum.Settings`
-    (`device`, `dtype`, `forward_threads`, …). `encode` blocks, `aencode` awaits; both may be called from several threads
-    and loops at once. Close it, or use it as a context manager.
+    (`device`, `dtype`, `forward_threads`, …). `encode` blocks, `aencode` awaits; both may be called from several
+    threads and loops at once. Close it, or use it as a context manager.
 
     Raises StartupError when the model cannot be loaded or a setting is wrong.
     """
@@ -29,7 +29,7 @@ class Encoder:
     def __init__(self, model: str, **settings: Any) -> None:
         from tectum.models.load import load_adapter
 
-        self.settings = Settings.load(allowed_media_dir=settings.pop("allowed_media_dir", "/"), **settings)
+        self.settings = Settings.load(**settings)
         self.adapter = load_adapter(model, device=self.settings.device, dtype=self.settings.dtype)
         self._stack = AsyncExitStack()
         self._loop = asyncio.new_event_loop()
@@ -48,7 +48,7 @@ class Encoder:
     ) -> Embedding:
         """Encode one item or a list of them (paths, bytes, URLs, PIL pictures, MediaItems) in one forward.
 
-        Returns their rows `[tokens, width]` in order, in the model's dtype. Raises MMError, which names the item at fault.
+        Returns their rows `[tokens, width]` in order, in the model's dtype. Raises MMError, naming the item at fault.
         """
         request = self._request(items, modality, options, deadline_ms)
         return asyncio.run_coroutine_threadsafe(self._encode(request), self._loop).result()

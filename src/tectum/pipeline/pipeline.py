@@ -260,8 +260,8 @@ class Pipeline:
     async def drain(self, timeout: float) -> bool:
         """Refuse new work, let accepted work finish, then fail the rest; at most `timeout` seconds in all.
 
-        True when everything accepted was finished. After False some thread may still run a stage that cannot be stopped,
-        and the process has to end it.
+        True when everything accepted was finished. After False some thread may still run a stage that cannot be
+        stopped, and the process has to end it.
         """
         grace = min(1.0, timeout / 4)
         self._handle(Close(fail_live=False))

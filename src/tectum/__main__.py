@@ -1,0 +1,5 @@
+"""`python -m tectum` is `tectum`."""
+
+from tectum.cli import main
+
+main()

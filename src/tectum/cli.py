@@ -1,0 +1,207 @@
+"""The command line. Each command reads its flags and calls one function; heavy imports wait until they are needed.
+
+Settings become flags by themselves: name, type, default and sentence are those of `tectum.config.Settings`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import tectum
+from tectum.errors import StartupError, TectumError
+
+app = typer.Typer(
+    help="The encoder plane for multimodal serving: vision encoders as a service of their own.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tectum {tectum.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def with_settings(names: Iterable[str] | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command a flag for each setting (or those named), passed in `settings`; None where not given."""
+    from tectum.config import Settings
+
+    fields = {name: Settings.model_fields[name] for name in (names or Settings.model_fields)}
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(**arguments: Any) -> Any:
+            given = {name: arguments.pop(name) for name in fields}
+            return command(**arguments, settings=given)
+
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
+        flags = [_flag(name, info) for name, info in fields.items()]
+        wrapper.__signature__ = inspect.Signature(own + flags)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in own + flags}
+        wrapper.__doc__ = command.__doc__
+        wrapper.__name__ = command.__name__
+        return wrapper
+
+    return decorate
+
+
+def _flag(name: str, info: Any) -> inspect.Parameter:
+    from typing import Literal, Optional, get_args, get_origin
+
+    plain = info.annotation
+    if get_origin(plain) is Literal:
+        plain = str
+    choices = f" [{'|'.join(get_args(info.annotation))}]" if get_origin(info.annotation) is Literal else ""
+    inner = [kind for kind in get_args(plain) if kind is not type(None)]
+    kind = inner[0] if inner else plain
+    default = (
+        "" if info.default is None else f" [default: {str(info.default).lower() if kind is bool else info.default}]"
+    )
+    flag = f"--{name.replace('_', '-')}"
+    declared = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
+    option = typer.Option(declared, help=f"{info.description}{choices}{default}", show_default=False)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[Optional[kind], option],  # noqa: UP045
+    )
+
+
+Config = Annotated[
+    Path | None, typer.Option("--config", help="TOML file with settings; flags and TECTUM_* go before it.")
+]
+
+
+@app.command()
+@with_settings()
+def serve(
+    model: Annotated[str, typer.Argument(help="A local folder or a hub id.")],
+    config: Config = None,
+    settings: dict[str, Any] | None = None,
+) -> None:
+    """Serve the encoder of MODEL over HTTP (only the encoder is loaded, never the language model).
+
+    Ends on SIGTERM or Ctrl-C: new work is refused with 503, accepted work is finished within --drain-timeout.
+    """
+    from tectum.config import Settings
+
+    loaded = Settings.load(config, **(settings or {}))
+    run = _needs_serve("tectum.serving.server", "serve")
+    raise typer.Exit(run(model, loaded))
+
+
+@app.command()
+@with_settings(["device", "dtype", "forward_threads", "allow_private_urls", "fetch_timeout", "max_image_pixels"])
+def encode(
+    files: Annotated[list[str], typer.Argument(metavar="FILE_OR_URL…", help="Pictures: files, http(s) or data URLs.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the rows (safetensors).")],
+    url: Annotated[str | None, typer.Option(help="A running server; without it the encoder runs here.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub id, where the encoder runs here.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File that holds the server's bearer token.")] = None,
+    min_pixels: Annotated[int | None, typer.Option(help="Processor option: upscale below this many pixels.")] = None,
+    max_pixels: Annotated[int | None, typer.Option(help="Processor option: downscale above this many pixels.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the server.")] = 120.0,
+    settings: dict[str, Any] | None = None,
+) -> None:
+    """Encode pictures and write their rows, in order, to one safetensors file."""
+    given = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+    options = {name: value for name, value in given.items() if value is not None}
+    if (url is None) == (model is None):
+        raise StartupError("invalid_settings", "Give --url (a running server) or --model (encode in this process)")
+    if url is not None:
+        embedding = _encode_there(url, files, options, token_file, timeout)
+    else:
+        encoder = _needs_serve("tectum.pipeline.encoder", "Encoder")
+        with encoder(model, **{name: value for name, value in (settings or {}).items() if value is not None}) as here:
+            embedding = here.encode(files, options=options)
+    from tectum.delivery import wire
+
+    out.write_bytes(
+        wire.pack(
+            rows=embedding.rows,
+            item_rows=embedding.item_rows,
+            grid_thw=embedding.grid_thw,
+            deepstack=embedding.deepstack,
+            dtype=embedding.dtype,
+            req_id=embedding.req_id,
+        )
+    )
+    Console(stderr=True).print(
+        f"{len(files)} item(s), {sum(embedding.item_rows)} rows of {embedding.width} {embedding.dtype} -> {out}",
+        highlight=False,
+    )
+
+
+def _encode_there(url: str, files: list[str], options: dict[str, Any], token_file: Path | None, timeout: float) -> Any:
+    from tectum.engines.client import Client
+
+    token = None if token_file is None else token_file.read_text().splitlines()[0].strip()
+    with Client(url, token=token, timeout=timeout) as client:
+        return client.encode(files, options=options)
+
+
+@app.command()
+def demo(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+) -> None:
+    """Encode photographs in one process, use their rows in another, and compare with the model in one piece."""
+    raise typer.Exit(_needs_serve("tectum.demo.run", "run_demo")(json_output=as_json))
+
+
+@app.command()
+def doctor(
+    model: Annotated[str | None, typer.Argument(help="A model folder or hub id to check.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what is installed, which device and dtype would be used, and whether MODEL is supported."""
+    from tectum.doctor import examine
+
+    raise typer.Exit(examine(model, as_json))
+
+
+def _needs_serve(module: str, name: str) -> Any:
+    """Import what only `tectum[serve]` brings. Raises StartupError `missing_dependency` that says how to get it."""
+    from importlib import import_module
+
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tectum"):
+            raise
+        text = f'{error.name} is not installed; run: pip install "tectum[serve]"'
+        raise StartupError("missing_dependency", text) from None
+
+
+def main() -> None:
+    """Run the command line: exit code 2 for what cannot start, 1 for what failed."""
+    try:
+        app()
+    except TectumError as error:
+        if "--json" in sys.argv:
+            print(json.dumps({"error": error.to_problem()}))
+        Console(stderr=True).print(f"[bold red]error[/] [{error.code}] ", end="")
+        Console(stderr=True).print(error.message, markup=False, highlight=False)
+        sys.exit(2 if isinstance(error, StartupError) else 1)
+
+
+if __name__ == "__main__":
+    main()

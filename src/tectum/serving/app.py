@@ -1,0 +1,76 @@
+"""The application: every door on one pipeline, the pages about the service itself, and what guards them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import JSONResponse, Response
+
+import tectum
+from tectum.config import Settings
+from tectum.errors import UnavailableError
+from tectum.observe.metrics import Metrics
+from tectum.pipeline.pipeline import Pipeline
+from tectum.serving import native, problems
+from tectum.serving.bodies import EncodeBody
+from tectum.serving.guard import Guard, read_token
+
+
+def create_app(pipeline: Pipeline, card: dict[str, Any], settings: Settings, metrics: Metrics) -> FastAPI:
+    """The ASGI application. `card` describes the model for `/v1/models`.
+
+    Raises StartupError when the token file cannot be read.
+    """
+    app = FastAPI(
+        title="Tectum",
+        version=tectum.__version__,
+        description="Vision encoders as a service: rows for a language model that runs elsewhere.",
+        redoc_url=None,
+    )
+    problems.install(app)
+    app.include_router(native.router(pipeline, settings))
+    _add_pages(app, pipeline, card, settings, metrics)
+    app.openapi = _documented(app.openapi)  # type: ignore[method-assign]
+    token = read_token(settings.token_file)
+    app.add_middleware(Guard, token=token, max_body_bytes=settings.max_body_bytes)
+    return app
+
+
+def _add_pages(app: FastAPI, pipeline: Pipeline, card: dict[str, Any], settings: Settings, metrics: Metrics) -> None:
+    @app.get("/health/live", tags=["health"], summary="The process answers")
+    async def live() -> Response:
+        return JSONResponse({"status": "live"})
+
+    @app.get("/health/ready", tags=["health"], summary="New work is taken")
+    async def ready() -> Response:
+        if pipeline.ledger.closing:
+            raise UnavailableError("shutting_down", "The encoder is shutting down", retry_after=1.0)
+        return JSONResponse({"status": "ready", "live_requests": len(pipeline.ledger)})
+
+    @app.get("/v1/models", tags=["native"], summary="The model that is served")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [card]})
+
+    @app.get("/v1/limits", tags=["native"], summary="The limits in force")
+    async def limits() -> Response:
+        return JSONResponse(settings.limits())
+
+    @app.get("/metrics", tags=["health"], summary="Prometheus metrics")
+    async def exposition() -> Response:
+        return Response(metrics.exposition(), media_type="text/plain; version=0.0.4")
+
+
+def _documented(openapi: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """The OpenAPI document with the schema of the encode body, which the route reads by hand."""
+
+    def document() -> dict[str, Any]:
+        schema = openapi()
+        body = EncodeBody.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update(body.pop("$defs", {}))
+        schemas["EncodeBody"] = body
+        return schema
+
+    return document

@@ -1,0 +1,156 @@
+"""The native HTTP door: `/v1/encode` and what belongs to a request. Thin: it reads, asks the pipeline, answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from tectum.config import Settings
+from tectum.delivery import wire
+from tectum.lifecycle.machine import Milestone, Reason
+from tectum.pipeline.pipeline import Job, Pipeline
+from tectum.serving.bodies import EncodeBody, read_encode_request
+from tectum.serving.presence import Caller, CallerGoneError
+from tectum.types import EncodeRequest
+
+SAFETENSORS = "application/x-safetensors"
+_PROBLEM = {"content": {"application/problem+json": {"schema": {"type": "object"}}}}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "The request or its media is at fault.", **_PROBLEM},
+    "5XX": {"description": "The service is at fault or full; `retryable` says whether to try again.", **_PROBLEM},
+}
+
+
+class Answer(Response):
+    """A response that is worked out while the caller waits: a hang-up cancels the work."""
+
+    def __init__(self, work: Callable[[Caller], Awaitable[None]]) -> None:
+        super().__init__()
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with Caller(receive, send).watched() as caller:
+                await self._work(caller)
+        except CallerGoneError:
+            pass  # the lifecycle has been told by the cancelled block; nobody is left to answer
+
+
+def router(pipeline: Pipeline, settings: Settings) -> APIRouter:
+    """The routes under `/v1`, around one pipeline."""
+    api = APIRouter(prefix="/v1", tags=["native"])
+
+    @api.post(
+        "/encode",
+        summary="Encode pictures",
+        responses={200: {"content": {SAFETENSORS: {}, "application/json": {}}}, **_ERRORS},
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {
+                    "application/json": {"schema": {"$ref": "#/components/schemas/EncodeBody"}},
+                    "multipart/form-data": {
+                        "schema": {
+                            "type": "object",
+                            "required": ["request"],
+                            "properties": {"request": {"type": "string", "description": "The JSON body, as text."}},
+                            "additionalProperties": {"type": "string", "format": "binary"},
+                        }
+                    },
+                },
+            }
+        },
+    )
+    async def encode(request: Request) -> Response:
+        """Encode one part. `inline` answers with its rows (safetensors), `hold` with its metadata (JSON)."""
+        encode_request = await read_encode_request(request, settings)
+        request.state.req_id = encode_request.req_id
+        if encode_request.delivery == "hold":
+            return Answer(lambda caller: _hold(pipeline, encode_request, caller))
+        return Answer(lambda caller: _inline(pipeline, encode_request, caller))
+
+    @api.get("/requests/{req_id}", summary="State of a request", responses=_ERRORS)
+    async def status(req_id: str) -> JSONResponse:
+        """Its state while it lives; the reason and age of its release for some time after."""
+        return JSONResponse(pipeline.status(req_id))
+
+    @api.get("/requests/{req_id}/metadata", summary="Rows, width, dtype and grid of a request", responses=_ERRORS)
+    async def metadata(
+        request: Request,
+        req_id: str,
+        wait: float = Query(0.0, ge=0, description="Seconds to wait for it."),
+    ) -> Response:
+        """Published after preprocessing, before the forward: answers while the forward runs."""
+        request.state.req_id = req_id
+        seconds = min(wait, settings.max_metadata_wait)
+
+        async def work(caller: Caller) -> None:
+            found = await pipeline.wait(req_id, Milestone.METADATA, seconds)
+            await caller.answer(200, {"content-type": "application/json"}, json.dumps(found.to_json()).encode())
+
+        return Answer(work)
+
+    @api.get("/requests/{req_id}/embedding", summary="Pull the held rows", responses=_ERRORS)
+    async def embedding(request: Request, req_id: str) -> Response:
+        """The rows as safetensors. A pull that arrived whole releases the request."""
+        request.state.req_id = req_id
+
+        async def work(caller: Caller) -> None:
+            async with pipeline.pull(req_id) as job:
+                await _answer_rows(caller, job)
+
+        return Answer(work)
+
+    @api.delete("/requests/{req_id}", summary="Release a request", responses=_ERRORS)
+    async def release(req_id: str) -> JSONResponse:
+        """Give back all it holds, at whatever stage it is. Idempotent; an id not seen yet is remembered as unwanted."""
+        pipeline.release_request(req_id, Reason.CLIENT_RELEASE)
+        return JSONResponse(pipeline.status(req_id))
+
+    return api
+
+
+async def _inline(pipeline: Pipeline, request: EncodeRequest, caller: Caller) -> None:
+    async with pipeline.execute_encode_pipeline(request) as job:
+        await _answer_rows(caller, job)
+
+
+async def _hold(pipeline: Pipeline, request: EncodeRequest, caller: Caller) -> None:
+    async with pipeline.hold(request) as job:
+        assert job.staged is not None, "a held request is answered when it is staged"
+        body = json.dumps({**job.staged.metadata.to_json(), "state": "staged"}).encode()
+        await caller.answer(200, _headers(job, "application/json"), body)
+
+
+async def _answer_rows(caller: Caller, job: Job) -> None:
+    assert job.staged is not None, "only staged rows are delivered"
+    await caller.answer(200, _headers(job, SAFETENSORS), pack_rows(job))
+
+
+def pack_rows(job: Job) -> bytes:
+    """A job's staged rows in the wire format."""
+    assert job.staged is not None, "only staged rows are packed"
+    metadata = job.staged.metadata
+    rows, *deepstack = job.staged.lease.arrays()
+    return wire.pack(
+        rows=rows,
+        item_rows=metadata.item_rows,
+        grid_thw=metadata.grid_thw,
+        deepstack=deepstack,
+        dtype=metadata.dtype,
+        req_id=metadata.req_id,
+    )
+
+
+def _headers(job: Job, content_type: str) -> dict[str, str]:
+    timing = ", ".join(f"{name};dur={seconds * 1e3:.2f}" for name, seconds in job.seconds.items())
+    return {"content-type": content_type, "x-tectum-req-id": job.request.req_id, "server-timing": timing}
+
+
+__all__ = ["EncodeBody", "pack_rows", "router"]

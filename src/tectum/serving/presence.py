@@ -1,0 +1,65 @@
+"""Is the caller still there? A caller that hangs up on a plain call cancels its work (and nobody else's)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.types import Receive, Send
+
+#: written to the socket at once; between chunks a hang-up is noticed
+CHUNK = 1024 * 1024
+
+
+class CallerGoneError(Exception):
+    """The caller closed its connection; nobody is left to answer."""
+
+
+class Caller:
+    """One HTTP caller that waits for its answer."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._answered = False
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[Caller]:
+        """Run the block as long as the caller is connected; raise CallerGoneError out of it as soon as it is not."""
+        task = asyncio.current_task()
+        assert task is not None
+        gone = False
+
+        async def watch() -> None:
+            nonlocal gone
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            if not self._answered:
+                gone = True
+                task.cancel()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            yield self
+        except asyncio.CancelledError:
+            if not gone:
+                raise
+            task.uncancel()
+            raise CallerGoneError from None
+        finally:
+            watcher.cancel()
+
+    async def answer(self, status: int, headers: dict[str, str], body: bytes | memoryview) -> None:
+        """Send the whole answer. Returns when it has left for the caller; a hang-up before that cancels the block."""
+        head = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+        head.append((b"content-length", str(len(body)).encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": head})
+        for start in range(0, len(body), CHUNK):
+            await self._send({"type": "http.response.body", "body": body[start : start + CHUNK], "more_body": True})
+        # An empty piece waits until the socket took the last one; then the watcher has its turn. Only now is a
+        # disconnect still a hang-up: after the closing message the server reports one for every answer.
+        await self._send({"type": "http.response.body", "body": b"", "more_body": True})
+        await asyncio.sleep(0)
+        self._answered = True
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})

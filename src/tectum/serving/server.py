@@ -1,0 +1,191 @@
+"""`tectum serve`: take the port, load the encoder, open the doors, and on SIGTERM finish what was accepted.
+
+Owns the process: socket, signals, exit. The port is taken first, so that a mistake shows before minutes of loading.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+import uvloop
+from PIL import Image
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tectum.config import Settings
+from tectum.errors import StartupError
+from tectum.models.adapter import Adapter
+from tectum.models.load import load_adapter
+from tectum.observe import logs
+from tectum.observe.metrics import Metrics
+from tectum.pipeline.pipeline import Pipeline
+from tectum.pipeline.service import running_pipeline
+from tectum.serving.app import create_app
+
+log = logging.getLogger("tectum.server")
+
+#: seconds that an idle connection is kept: longer than our clients keep theirs, so that they never meet a closed one
+KEEP_ALIVE = 75
+#: seconds between two threads' turns at the interpreter; the default of 5 ms makes health probes wait behind preparing
+SWITCH_INTERVAL = 0.001
+
+
+def serve(model: str, settings: Settings, console: Console | None = None) -> int:
+    """Serve `model` until SIGTERM or SIGINT; returns the exit code (0 when all accepted work was finished).
+
+    Raises StartupError: `port_in_use`, `model_not_found`, `unsupported_architecture`, `invalid_settings`.
+    """
+    console = console or Console(stderr=True)
+    logs.configure(settings.log_level)
+    listener = bind(settings.host, settings.port)
+    with listener:
+        adapter = _load(model, settings, console)
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        return uvloop.run(_serve(adapter, settings, listener, console))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises StartupError `port_in_use` or `invalid_settings`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError:
+        raise StartupError("invalid_settings", f"host: {host} is no address of this machine") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise StartupError("port_in_use", f"Port {port} on {host} is in use; give another --port") from None
+        raise StartupError("invalid_settings", f"host: cannot listen on {host}:{port}: {error.strerror}") from None
+    listener.listen(2048)
+    return listener
+
+
+async def _serve(adapter: Adapter, settings: Settings, listener: socket.socket, console: Console) -> int:
+    metrics = Metrics()
+    async with running_pipeline(adapter, settings, (metrics, logs.RequestLog())) as pipeline:
+        metrics.watch(pipeline.ledger)
+        app = create_app(pipeline, model_card(adapter), settings, metrics)
+        server = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                http="httptools",
+                date_header=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        stop = _stop_on_signals()
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await server.listening.wait()
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        console.print(f"ready on http://{shown}:{port}", highlight=False, soft_wrap=True)
+        await asyncio.wait([asyncio.ensure_future(stop.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
+        finished = await _drain(pipeline, settings, console)
+        server.stop.set()
+        await serving
+    if not finished:
+        # a stage that cannot be stopped may still hold a thread, and the interpreter would wait for it
+        sys.stderr.flush()
+        os._exit(1)
+    return 0
+
+
+async def _drain(pipeline: Pipeline, settings: Settings, console: Console) -> bool:
+    live = len(pipeline.ledger)
+    console.print(f"draining: finishing {live} request(s), at most {settings.drain_timeout:g} s", highlight=False)
+    finished = await pipeline.drain(settings.drain_timeout)
+    console.print("drained" if finished else "stopped with requests unfinished", highlight=False)
+    return finished
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """An event that SIGTERM or SIGINT sets; a second one ends the process at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(130)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its ten wake-ups a second and without its signal handlers: the process above owns both."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+        self.stop = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        self.listening.set()
+        await self.stop.wait()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _load(model: str, settings: Settings, console: Console) -> Adapter:
+    """Load the encoder with a progress bar, then run one small picture through it, so that the first caller is fast."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"loading {model}", total=1.0)
+        adapter = load_adapter(
+            model,
+            device=settings.device,
+            dtype=settings.dtype,
+            progress=lambda what, fraction: bar.update(task, description=what, completed=fraction),
+        )
+    _warm_up(adapter)
+    size = adapter.encoder_bytes / 1e6
+    console.print(
+        f"loaded {adapter.family} encoder: {size:.1f} MB of {adapter.dtype} on {adapter.device}", highlight=False
+    )
+    return adapter
+
+
+def _warm_up(adapter: Adapter) -> None:
+    prepared = adapter.prepare([Image.new("RGB", (224, 224), (128, 128, 128))], {})
+    (rows,) = adapter.encode([prepared])
+    adapter.check(prepared, rows)
+
+
+def model_card(adapter: Adapter) -> dict[str, Any]:
+    """The entry of `/v1/models`, in OpenAI's form, with what a receiver has to know."""
+    return {
+        "id": adapter.model_id,
+        "object": "model",
+        "owned_by": "tectum",
+        "family": adapter.family,
+        "architecture": adapter.architecture,
+        "modalities": sorted(adapter.modalities),
+        "width": adapter.width,
+        "deepstack_layers": adapter.deepstack_layers,
+        "dtype": adapter.dtype,
+        "encoder_bytes": adapter.encoder_bytes,
+    }
