@@ -198,8 +198,9 @@ def main() -> None:
     except TectumError as error:
         if "--json" in sys.argv:
             print(json.dumps({"error": error.to_problem()}))
-        Console(stderr=True).print(f"[bold red]error[/] [{error.code}] ", end="")
-        Console(stderr=True).print(error.message, markup=False, highlight=False)
+        where = "" if error.item is None else f" (item {error.item})"
+        text = f"{error.message}{where} \\[{error.code}]"
+        Console(stderr=True).print(f"[bold red]error[/] {text}", highlight=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, StartupError) else 1)
 
 

@@ -121,7 +121,7 @@ def _integers(tensors: Mapping[str, Mapping[str, Any]], name: str, ndim: int) ->
 
 def _layers(tensors: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The deepstack tensors in order; no other tensor may be there."""
-    layers = []
+    layers: list[Mapping[str, Any]] = []
     while (layer := tensors.get(f"deepstack.{len(layers)}")) is not None:
         layers.append(layer)
     known = {"rows", "item_rows", "grid_thw", *(f"deepstack.{number}" for number in range(len(layers)))}

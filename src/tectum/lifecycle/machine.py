@@ -24,7 +24,6 @@ from tectum.errors import (
     UnavailableError,
 )
 
-
 #: where a receiver waits: opaque here, equal for a retry to the same place (R9)
 Address = Hashable
 

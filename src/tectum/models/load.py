@@ -70,7 +70,7 @@ def load_adapter(model: str, *, device: str = "auto", dtype: str = "auto", progr
     cls = adapter_for(_architecture(config_json))
     weights = find_encoder(folder, cls.prefixes)
     wanted = weights.dtype if dtype == "auto" else dtype
-    with _quiet(transformers):
+    with quiet(transformers):
         ensure_torchvision()
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         processor = _image_processor(transformers, folder)
@@ -91,7 +91,7 @@ def inspect_model(model: str) -> ModelReport:
         weights = find_encoder(folder, cls.prefixes)
         import transformers
 
-        with _quiet(transformers):
+        with quiet(transformers):
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except StartupError as problem:
         return ModelReport(model, architecture, problem=problem)
@@ -137,10 +137,7 @@ def _from_hub(model: str, tell: Progress) -> Path:
     try:
         folder = Path(hub.snapshot_download(model, allow_patterns=["*.json"]))
         cls = adapter_for(_architecture(_read_config(folder)))
-        if (folder / INDEX).exists():
-            names = _encoder_shards(folder, cls.prefixes)
-        else:
-            names = [SINGLE]
+        names = _encoder_shards(folder, cls.prefixes) if (folder / INDEX).exists() else [SINGLE]
         for number, name in enumerate(names):
             tell(f"fetching {name}", number / len(names))
             hub.hf_hub_download(model, name)
@@ -292,7 +289,7 @@ class _uninitialised:  # noqa: N801 - used like a function
         self._inner.__exit__(*exc)
 
 
-class _quiet:  # noqa: N801 - used like a function
+class quiet:  # noqa: N801 - used like a function
     """Transformers' own bars and warnings are off while we load; ours say what matters."""
 
     def __init__(self, transformers: Any) -> None:

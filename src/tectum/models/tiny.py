@@ -24,6 +24,9 @@ TEXT = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 32768,
+    "bos_token_id": None,
+    "eos_token_id": 256,  # the first token after the 256 bytes
+    "pad_token_id": 256,
 }
 
 

@@ -36,7 +36,7 @@ class RequestLog:
             "items": len(job.request.items),
             "rows": None if job.prepared is None else job.prepared.metadata.rows,
             "total_ms": f"{seconds * 1e3:.1f}",
-            **{f"{stage}_ms": f"{taken * 1e3:.1f}" for stage, taken in job.seconds.items() if stage != "prepared_at"},
+            **{f"{stage}_ms": f"{taken * 1e3:.1f}" for stage, taken in job.seconds.items()},
         }
         line = " ".join(f"{key}={value}" for key, value in facts.items() if value is not None)
         log.log(level, "request ended %s", line)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -108,6 +109,7 @@ class Job:
     walk: asyncio.Task[None] | None = None
     prepared: PreparedPart | None = None
     staged: Staged | None = None
+    prepared_at: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -327,7 +329,7 @@ class Pipeline:
         else:
             job.prepared = prepared
             job.seconds.update(prepared.seconds)
-            job.seconds["prepared_at"] = self._loop.time()
+            job.prepared_at = time.perf_counter()
             self._handle(Prepared(job.life, prepared.metadata))
             self._batcher.put(job)  # released in the meantime? EncodeStarted will be refused
             self._work_waits.set()
@@ -344,7 +346,7 @@ class Pipeline:
 
     async def _encode(self, batch: list[Job]) -> None:
         """One forward. A batch that fails as a whole is retried one by one, so that only the culprit fails (R15)."""
-        started = self._loop.time()
+        started = time.perf_counter()
         try:
             results = await self._work.encode([_prepared(job) for job in batch])
         except asyncio.CancelledError:
@@ -369,9 +371,9 @@ class Pipeline:
 
     def _finish(self, batch: list[Job], results: Sequence[Staged | TectumError], started: float) -> None:
         assert len(results) == len(batch), "an encode answers for every member of its batch"
-        ended = self._loop.time()
+        ended = time.perf_counter()
         for job, result in zip(batch, results, strict=True):
-            job.seconds["queue"] = started - job.seconds.pop("prepared_at", started)
+            job.seconds["queue"] = started - job.prepared_at
             job.seconds["forward"] = ended - started
             if isinstance(result, TectumError):
                 self._handle(Failed(job.life, result))

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 async def running_pipeline(
     adapter: Adapter, settings: Settings, observers: Sequence[Observer] = ()
 ) -> AsyncIterator[Pipeline]:
-    """A started pipeline around `adapter`; on leaving, what still lives is failed and all memory given back."""
+    """A started and warm pipeline around `adapter`; on leaving, what still lives is failed and all memory given back."""
     fuse = settings.fuse == "on" or (settings.fuse == "auto" and adapter.device.type == "cuda")
     async with Stages(adapter, settings) as stages:
+        await stages.warm_up()
         batcher = Batcher(fuse=fuse, batch_patches=settings.batch_patches)
         pipeline = Pipeline(
             stages, lifecycle_limits(settings), batcher, send_timeout=settings.send_timeout, observers=observers

@@ -8,11 +8,16 @@ admits the stage.
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
+import os
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
+
+from PIL import Image
 
 from tectum.config import Settings
 from tectum.delivery.staging import StagingPool
@@ -23,7 +28,7 @@ from tectum.media.policy import MediaPolicy
 from tectum.media.source import item_bytes, needs_fetch
 from tectum.pipeline.pipeline import PreparedPart, Staged
 from tectum.pipeline.threads import run_to_end
-from tectum.types import Destination, EncodeRequest, RequestMetadata
+from tectum.types import Destination, EncodeRequest, MediaItem, Modality, RequestMetadata
 
 if TYPE_CHECKING:
     from tectum.models.adapter import Adapter
@@ -35,11 +40,10 @@ class Stages:
     """The real `Work` of a pipeline, around one loaded encoder. An async context manager."""
 
     def __init__(self, adapter: Adapter, settings: Settings) -> None:
-        import os
-
         import torch
 
         self.adapter = adapter
+        self._settings = settings
         self.policy = media_policy(settings)
         cuda = adapter.device.type == "cuda"
         self.pool = StagingPool(settings.max_staged_bytes, cuda=cuda)
@@ -62,6 +66,25 @@ class Stages:
         await self._fetcher.__aexit__(None, None, None)
         for executor in (self._prepare_threads, self._forward_thread):
             executor.shutdown(wait=False, cancel_futures=True)
+
+    async def warm_up(self) -> None:
+        """Run one small picture through every thread, so that the first caller pays for no lazy start."""
+        file = io.BytesIO()
+        Image.new("RGB", (224, 224), (128, 128, 128)).save(file, "JPEG")
+        item = MediaItem(Modality.IMAGE, data=file.getvalue())
+        request = EncodeRequest("warm-up", (item,))
+        threads = self._settings.prepare_threads
+        all_running = threading.Barrier(threads)
+
+        def prepare() -> PreparedPart:
+            all_running.wait(timeout=60)
+            return self._decode_and_prepare(request, {})
+
+        parts = await asyncio.gather(*(run_to_end(self._prepare_threads, prepare) for _ in range(threads)))
+        for result in await self.encode(parts[:1]):
+            if isinstance(result, TectumError):
+                raise result
+            self.free(result)
 
     # --- prepare ---
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -151,7 +150,7 @@ class _Server(uvicorn.Server):
 
 
 def _load(model: str, settings: Settings, console: Console) -> Adapter:
-    """Load the encoder with a progress bar, then run one small picture through it, so that the first caller is fast."""
+    """Load the encoder, with a progress bar on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"loading {model}", total=1.0)
@@ -161,18 +160,11 @@ def _load(model: str, settings: Settings, console: Console) -> Adapter:
             dtype=settings.dtype,
             progress=lambda what, fraction: bar.update(task, description=what, completed=fraction),
         )
-    _warm_up(adapter)
     size = adapter.encoder_bytes / 1e6
     console.print(
         f"loaded {adapter.family} encoder: {size:.1f} MB of {adapter.dtype} on {adapter.device}", highlight=False
     )
     return adapter
-
-
-def _warm_up(adapter: Adapter) -> None:
-    prepared = adapter.prepare([Image.new("RGB", (224, 224), (128, 128, 128))], {})
-    (rows,) = adapter.encode([prepared])
-    adapter.check(prepared, rows)
 
 
 def model_card(adapter: Adapter) -> dict[str, Any]:

@@ -1,0 +1,76 @@
+"""An encoder server as a process of its own, from start to end: for the demo, the benchmark and the tests."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from tectum.errors import StartupError
+
+
+class EncoderProcess:
+    """`tectum serve FOLDER` on a free loopback port. A context manager: the process is always ended.
+
+    flags: further command-line flags. `url` and `pid` are there inside the block; `lines` holds what it printed.
+    Raises StartupError `server_unreachable`'s kin when it ends or stays silent for `patience` seconds.
+    """
+
+    def __init__(self, folder: Path, *flags: str, patience: float = 120.0) -> None:
+        self._command = [sys.executable, "-m", "tectum", "serve", str(folder), "--port", "0", *flags]
+        self._patience = patience
+        self.lines: list[str] = []
+        self.url = ""
+
+    def __enter__(self) -> EncoderProcess:
+        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "NO_COLOR": "1"}
+        self._process = subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.pid = self._process.pid
+        self._printed: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        try:
+            self.url = self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def stop(self, patience: float = 15.0) -> int:
+        """SIGTERM, and SIGKILL when it does not end by then; returns its exit code."""
+        self._process.terminate()
+        try:
+            return self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
+        return self._process.poll()
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.lines.append(line.rstrip())
+            self._printed.put(line)
+        self._printed.put(None)
+
+    def _wait_until_ready(self) -> str:
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                line = self._printed.get(timeout=max(deadline - time.monotonic(), 0.01))
+            except queue.Empty:
+                raise StartupError("invalid_settings", "The encoder server did not get ready in time") from None
+            if line is None:
+                last = self.lines[-1] if self.lines else "it printed nothing"
+                raise StartupError("invalid_settings", f"The encoder server ended while starting: {last}")
+            if line.startswith("ready on "):
+                return line.removeprefix("ready on ").strip()

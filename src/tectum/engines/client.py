@@ -1,0 +1,265 @@
+"""The HTTP client of a Tectum server: `Client` blocks, `AsyncClient` awaits. Both give the same `Embedding`.
+
+Owns the calls and how answers are read; every decision is shared, and only the waiting differs. Light: imports no torch
+until rows arrive.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import httpx2
+
+from tectum.delivery import wire
+from tectum.errors import InternalError, TectumError, UnavailableError
+from tectum.items import MediaLike, as_media_items
+from tectum.types import Embedding, MediaItem, Modality
+
+#: seconds that an idle connection is kept: shorter than the server's 75, so that a call never meets a closing one
+KEEP_ALIVE = 50.0
+
+
+@dataclass(frozen=True, slots=True)
+class TimedEmbedding:
+    """An embedding and what its stages took on the server, in seconds by stage (`fetch`, `prepare`, `queue`, `forward`)."""
+
+    embedding: Embedding
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One HTTP call, ready to be sent."""
+
+    method: str
+    path: str
+    content: dict[str, Any] = field(default_factory=dict)
+
+
+def _encode_call(
+    items: MediaLike | Sequence[MediaLike],
+    mode: Literal["inline", "hold"],
+    req_id: str | None,
+    options: Mapping[str, Any] | None,
+    deadline_ms: int | None,
+    modality: str,
+) -> _Call:
+    media = as_media_items(items, Modality(modality))
+    body: dict[str, Any] = {
+        "items": [_describe(index, item) for index, item in enumerate(media)],
+        "options": dict(options or {}),
+        "delivery": {"mode": mode},
+    }
+    body.update({key: value for key, value in (("req_id", req_id), ("deadline_ms", deadline_ms)) if value is not None})
+    files = {f"item-{index}": (f"item-{index}", item.data) for index, item in enumerate(media) if item.data is not None}
+    if not files:
+        return _Call("POST", "/v1/encode", {"json": body})
+    return _Call("POST", "/v1/encode", {"data": {"request": json.dumps(body)}, "files": files})
+
+
+def _describe(index: int, item: MediaItem) -> dict[str, str]:
+    """Raw bytes travel as a part of their own; what is text already goes in the JSON."""
+    if item.data is not None:
+        return {"type": str(item.modality), "file": f"item-{index}"}
+    if item.base64 is not None:
+        return {"type": str(item.modality), "data": item.base64}
+    return {"type": str(item.modality), "url": item.url or ""}
+
+
+def _checked(response: httpx2.Response) -> httpx2.Response:
+    """The response, or the error it carries, as it was raised on the server."""
+    if response.is_success:
+        return response
+    after = response.headers.get("retry-after", "")
+    retry_after = float(after) if after.isdigit() else None
+    try:
+        problem = response.json()
+    except ValueError:
+        problem = None
+    if isinstance(problem, dict) and "code" in problem:
+        raise TectumError.from_problem(problem, retry_after)
+    raise InternalError("internal", f"The server answered with status {response.status_code} and no reason")
+
+
+def _unreachable(url: str, error: Exception) -> UnavailableError:
+    return UnavailableError("server_unreachable", f"The encoder at {url} did not answer ({type(error).__name__})")
+
+
+def _timed(response: httpx2.Response) -> TimedEmbedding:
+    seconds = {}
+    for entry in response.headers.get("server-timing", "").split(","):
+        name, _, duration = entry.strip().partition(";dur=")
+        if duration:
+            seconds[name] = float(duration) / 1e3
+    return TimedEmbedding(wire.unpack(response.content), seconds)
+
+
+def _options(url: str, token: str | None, timeout: float) -> dict[str, Any]:
+    return {
+        "base_url": url,
+        "timeout": timeout,
+        "headers": {"authorization": f"Bearer {token}"} if token else {},
+        "limits": httpx2.Limits(keepalive_expiry=KEEP_ALIVE),
+        "trust_env": False,
+    }
+
+
+class Client:
+    """Calls one Tectum server. Thread-safe; use it as a context manager or `close()` it.
+
+    url: `http://host:port`. token: the server's bearer token. timeout: seconds for one call.
+    Every method raises the server's own error (a TectumError with code and status), or UnavailableError
+    `server_unreachable`.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, timeout: float = 120.0) -> None:
+        self.url = url.rstrip("/")
+        self._http = httpx2.Client(**_options(self.url, token, timeout))
+
+    def encode(
+        self,
+        items: MediaLike | Sequence[MediaLike],
+        *,
+        req_id: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        deadline_ms: int | None = None,
+        modality: str = "image",
+    ) -> Embedding:
+        """Encode one item or a list (paths, bytes, URLs, PIL pictures, MediaItems); rows `[tokens, width]` in order."""
+        return self.encode_timed(
+            items, req_id=req_id, options=options, deadline_ms=deadline_ms, modality=modality
+        ).embedding
+
+    def encode_timed(
+        self,
+        items: MediaLike | Sequence[MediaLike],
+        *,
+        req_id: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        deadline_ms: int | None = None,
+        modality: str = "image",
+    ) -> TimedEmbedding:
+        """As `encode`, with what each stage took on the server."""
+        return _timed(self._send(_encode_call(items, "inline", req_id, options, deadline_ms, modality)))
+
+    def hold(
+        self,
+        items: MediaLike | Sequence[MediaLike],
+        *,
+        req_id: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        deadline_ms: int | None = None,
+        modality: str = "image",
+    ) -> dict[str, Any]:
+        """Encode and keep the rows on the server; returns their metadata. `embedding(req_id)` fetches them."""
+        call = _encode_call(items, "hold", req_id, options, deadline_ms, modality)
+        return dict(self._send(call).json())
+
+    def embedding(self, req_id: str) -> Embedding:
+        """Pull held rows; that releases the request."""
+        return wire.unpack(self._send(_request_call("GET", req_id, "/embedding")).content)
+
+    def metadata(self, req_id: str, wait: float = 0.0) -> dict[str, Any]:
+        """Rows, width, dtype and grid, as soon as preprocessing knows them; waits up to `wait` seconds."""
+        return dict(self._send(_request_call("GET", req_id, f"/metadata?wait={wait}")).json())
+
+    def status(self, req_id: str) -> dict[str, Any]:
+        """State of a request, or the reason of its release."""
+        return dict(self._send(_request_call("GET", req_id)).json())
+
+    def release(self, req_id: str) -> dict[str, Any]:
+        """Give back all that a request holds, at whatever stage it is."""
+        return dict(self._send(_request_call("DELETE", req_id)).json())
+
+    def models(self) -> list[dict[str, Any]]:
+        """What the server serves: family, width, dtype, modalities."""
+        return list(self._send(_Call("GET", "/v1/models")).json()["data"])
+
+    def _send(self, call: _Call) -> httpx2.Response:
+        try:
+            return _checked(self._http.request(call.method, call.path, **call.content))
+        except (httpx2.TransportError, httpx2.InvalidURL) as error:
+            raise _unreachable(self.url, error) from None
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """As `Client`, for an event loop. Cancelling a call hangs up, and the server gives the request up."""
+
+    def __init__(self, url: str, *, token: str | None = None, timeout: float = 120.0) -> None:
+        self.url = url.rstrip("/")
+        self._http = httpx2.AsyncClient(**_options(self.url, token, timeout))
+
+    async def encode(
+        self,
+        items: MediaLike | Sequence[MediaLike],
+        *,
+        req_id: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        deadline_ms: int | None = None,
+        modality: str = "image",
+    ) -> Embedding:
+        """Encode one item or a list (paths, bytes, URLs, PIL pictures, MediaItems); rows `[tokens, width]` in order."""
+        call = _encode_call(items, "inline", req_id, options, deadline_ms, modality)
+        return _timed(await self._send(call)).embedding
+
+    async def hold(
+        self,
+        items: MediaLike | Sequence[MediaLike],
+        *,
+        req_id: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        deadline_ms: int | None = None,
+        modality: str = "image",
+    ) -> dict[str, Any]:
+        """Encode and keep the rows on the server; returns their metadata."""
+        call = _encode_call(items, "hold", req_id, options, deadline_ms, modality)
+        return dict((await self._send(call)).json())
+
+    async def embedding(self, req_id: str) -> Embedding:
+        """Pull held rows; that releases the request."""
+        return wire.unpack((await self._send(_request_call("GET", req_id, "/embedding"))).content)
+
+    async def metadata(self, req_id: str, wait: float = 0.0) -> dict[str, Any]:
+        """Rows, width, dtype and grid, as soon as preprocessing knows them; waits up to `wait` seconds."""
+        return dict((await self._send(_request_call("GET", req_id, f"/metadata?wait={wait}"))).json())
+
+    async def status(self, req_id: str) -> dict[str, Any]:
+        """State of a request, or the reason of its release."""
+        return dict((await self._send(_request_call("GET", req_id))).json())
+
+    async def release(self, req_id: str) -> dict[str, Any]:
+        """Give back all that a request holds, at whatever stage it is."""
+        return dict((await self._send(_request_call("DELETE", req_id))).json())
+
+    async def _send(self, call: _Call) -> httpx2.Response:
+        try:
+            return _checked(await self._http.request(call.method, call.path, **call.content))
+        except (httpx2.TransportError, httpx2.InvalidURL) as error:
+            raise _unreachable(self.url, error) from None
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+
+def _request_call(method: str, req_id: str, tail: str = "") -> _Call:
+    from urllib.parse import quote
+
+    return _Call(method, f"/v1/requests/{quote(req_id, safe='')}{tail}")

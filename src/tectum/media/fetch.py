@@ -1,0 +1,110 @@
+"""Fetching media over http(s): checked before each connection, capped while it streams, done by one deadline.
+
+Names are resolved once, each address is checked, and the connection goes to a checked address, never to the name again.
+No cookies, no proxies from the environment, no connection shared between hosts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from http.cookiejar import DefaultCookiePolicy
+from urllib.parse import urljoin
+
+import httpx2
+
+from tectum.errors import BadRequestError
+from tectum.media.policy import MediaPolicy, Target, check_address, parse_target
+
+_REDIRECTS = {301, 302, 303, 307, 308}
+
+
+class Fetcher:
+    """Fetches URLs under one policy. An async context manager; `fetch` may run many times at once."""
+
+    def __init__(self, policy: MediaPolicy) -> None:
+        self._policy = policy
+
+    async def __aenter__(self) -> Fetcher:
+        self._client = httpx2.AsyncClient(
+            trust_env=False,
+            follow_redirects=False,
+            # no keep-alive: connections are pooled by address, and two names behind one address must not share one
+            limits=httpx2.Limits(max_connections=128, max_keepalive_connections=0),
+            timeout=httpx2.Timeout(self._policy.fetch_timeout, connect=self._policy.connect_timeout),
+        )
+        self._client.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))  # neither kept nor sent
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._client.aclose()
+
+    async def fetch(self, url: str) -> bytes:
+        """The body behind `url`. Cancelling it closes the connection.
+
+        Raises BadRequestError: `url_refused` (also for where a redirect leads), `media_too_large` (413),
+        `media_fetch_failed` or `media_fetch_timeout` (424: the fault lies with the other server).
+        """
+        try:
+            async with asyncio.timeout(self._policy.fetch_timeout):
+                return await self._follow(url)
+        except (TimeoutError, httpx2.TimeoutException):
+            text = f"Fetching the media took longer than {self._policy.fetch_timeout:g} s"
+            raise BadRequestError("media_fetch_timeout", text) from None
+        except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, OSError) as error:
+            text = f"The media could not be fetched ({type(error).__name__})"
+            raise BadRequestError("media_fetch_failed", text) from None
+
+    async def _follow(self, url: str) -> bytes:
+        for _ in range(self._policy.max_redirects + 1):
+            target = parse_target(url, self._policy)
+            address = await self._resolve(target)
+            async with self._client.stream(
+                "GET",
+                f"{target.scheme}://{_bracketed(address)}:{target.port}{target.path}",
+                headers={"Host": target.origin, "Accept": "*/*", "Accept-Encoding": "identity"},
+                extensions={"sni_hostname": target.host},
+            ) as response:
+                location = response.headers.get("location")
+                if response.status_code in _REDIRECTS and location:
+                    url = urljoin(f"{target.scheme}://{target.origin}{target.path}", location)
+                    continue
+                return await self._body(response)
+        raise BadRequestError(
+            "media_fetch_failed", f"The media URL redirects more than {self._policy.max_redirects} times"
+        )
+
+    async def _resolve(self, target: Target) -> str:
+        """One checked address. Every address of the name must be allowed: a name may not mix public and private ones."""
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+        except OSError:
+            raise BadRequestError("media_fetch_failed", "The host of the media URL cannot be resolved") from None
+        addresses = [str(entry[4][0]) for entry in found]
+        for address in addresses:
+            check_address(address, self._policy)
+        return addresses[0]
+
+    async def _body(self, response: httpx2.Response) -> bytes:
+        if response.status_code != 200:
+            text = f"The media's server answered with status {response.status_code}"
+            raise BadRequestError("media_fetch_failed", text, remote_status=response.status_code)
+        cap = self._policy.max_media_bytes
+        declared = response.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > cap:
+            raise too_large(cap)
+        body = bytearray()
+        async for chunk in response.aiter_raw():
+            body += chunk
+            if len(body) > cap:
+                raise too_large(cap)
+        return bytes(body)
+
+
+def too_large(cap: int) -> BadRequestError:
+    return BadRequestError("media_too_large", f"The media is larger than {cap} bytes (--max-media-bytes)", limit=cap)
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,121 @@
+"""What media may come from where, and how large: limits, and which URLs may be fetched.
+
+One parser (`urllib.parse.urlsplit`, then strict rules) makes a `Target`, and the fetcher connects to exactly that target:
+what is checked is what is fetched. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from tectum.errors import BadRequestError
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+#: public by number, but answered by a cloud's own platform to machines inside it
+_PLATFORM_ADDRESSES = frozenset({"168.63.129.16"})
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPolicy:
+    """Limits for one item. Sizes in bytes, times in seconds."""
+
+    max_media_bytes: int = 32 * 1024 * 1024
+    max_image_pixels: int = 64_000_000
+    fetch_timeout: float = 10.0
+    connect_timeout: float = 3.0
+    max_redirects: int = 3
+    allow_http: bool = True
+    allow_private_urls: bool = False
+    allowed_media_dir: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A URL taken apart: the only form in which it is used from here on."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str  # with its query
+
+    @property
+    def origin(self) -> str:
+        """`Host` header: the port only where it is not the scheme's own."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == _DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
+
+
+def parse_target(url: str, policy: MediaPolicy) -> Target:
+    """An `http:` or `https:` URL as a target. Raises BadRequestError `url_refused`, saying what is not allowed."""
+    if any(c.isspace() or not c.isprintable() for c in url) or "\\" in url:
+        raise refused("it holds a backslash, a space or a control character")
+    try:
+        split = urlsplit(url)
+        port = split.port
+    except ValueError:
+        raise refused("it is malformed") from None
+    if split.scheme not in _DEFAULT_PORTS:
+        raise refused(f"scheme {split.scheme[:20]!r} is not fetched; use https:, http: or data:")
+    if split.scheme == "http" and not policy.allow_http:
+        raise refused("plain http: is turned off here; use https:")
+    if "@" in split.netloc:
+        raise refused("it holds user information")
+    path = (split.path or "/") + (f"?{split.query}" if split.query else "")
+    return Target(split.scheme, _host(split), port or _DEFAULT_PORTS[split.scheme], path)
+
+
+def _host(split: SplitResult) -> str:
+    """The host as it is resolved: an address in canonical form, or an ASCII name."""
+    host = split.hostname or ""
+    try:
+        if ":" in host:
+            return str(ipaddress.IPv6Address(host))
+        name = host.encode("idna").decode("ascii").rstrip(".")
+    except (ValueError, UnicodeError):
+        raise refused("its host name is malformed") from None
+    if not name:
+        raise refused("it has no host")
+    last = name.rsplit(".", 1)[-1]
+    if last.isdigit() or last.startswith("0x"):  # 0x7f000001, 2130706433, 127.1: only the plain form is an address
+        try:
+            return str(ipaddress.IPv4Address(name))
+        except ValueError:
+            raise refused("its address is not in plain dotted form") from None
+    return name
+
+
+def check_address(address: str, policy: MediaPolicy) -> None:
+    """Raises BadRequestError `url_refused` for an address that is not on the public internet, unless the policy allows it."""
+    found: Address = ipaddress.ip_address(address.partition("%")[0])
+    parts = [part for part in (found, _embedded(found)) if part is not None]
+    if any(part.is_multicast or part.is_unspecified for part in parts):
+        raise refused("it leads to a multicast or unspecified address")
+    if policy.allow_private_urls:
+        return
+    if any(not part.is_global or str(part) in _PLATFORM_ADDRESSES for part in parts):
+        raise refused(
+            "it leads to a private, loopback, link-local or reserved address (--allow-private-urls permits it)"
+        )
+
+
+def _embedded(address: Address) -> Address | None:
+    """The IPv4 address inside a mapped, 6to4, Teredo or NAT64 one."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return None
+    if address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    if address.sixtofour is not None:
+        return address.sixtofour
+    if address.teredo is not None:
+        return address.teredo[1]
+    if address in ipaddress.IPv6Network("64:ff9b::/96"):
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return None
+
+
+def refused(why: str) -> BadRequestError:
+    return BadRequestError("url_refused", f"The media URL is refused: {why}")
