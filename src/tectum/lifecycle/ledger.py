@@ -75,7 +75,7 @@ class Accept(NamedTuple):
 
     fingerprint: digest of its content; equal means "the same request again" (R8).
     waiter: its caller, woken at `milestone` or with the error.
-    expected: destinations that must confirm for this caller (1: it reads or pulls the rows itself; 0: by registration).
+    share: copies for this caller itself (1: it reads or pulls the rows; 0: registered receivers get them).
     deadline: absolute time after which nobody wants the result any more, or None.
     """
 
@@ -83,7 +83,7 @@ class Accept(NamedTuple):
     fingerprint: bytes
     waiter: int
     milestone: Milestone
-    expected: int
+    share: int
     deadline: float | None = None
 
 
@@ -241,7 +241,7 @@ class Ledger:
         if refusal is not None:
             effects.append(Refuse(refusal))
             return
-        request = Request(self._next_life, event.req_id, event.fingerprint, event.expected, event.deadline, now)
+        request = Request(self._next_life, event.req_id, event.fingerprint, event.share, event.deadline, now)
         self._next_life += 1
         self._lives[request.life] = request
         self._by_id[event.req_id] = request
@@ -258,7 +258,7 @@ class Ledger:
             effects.append(Refuse(LifecycleError("request_conflict", text)))
             return
         live.callers += 1
-        live.expected += event.expected
+        live.shares += event.share
         live.last_activity = now
         effects.append(Admit(live.life, joined=True))
         self._add_waiter(live, event.waiter, event.milestone, effects)

@@ -142,10 +142,11 @@ class DestinationsAdded(NamedTuple):
 
 
 class CallerLeft(NamedTuple):
-    """A caller hung up before it had its answer."""
+    """A caller hung up before it had its answer; `share` is what it counted for among the expected (as at Accept)."""
 
     life: int
     waiter: int
+    share: int = 1
 
 
 class ReleaseAsked(NamedTuple):
@@ -244,15 +245,17 @@ class Request:
         "callers",
         "confirmed",
         "deadline",
+        "declared",
         "error",
-        "expected",
         "fingerprint",
         "last_activity",
         "life",
         "lost",
         "metadata",
         "reason",
+        "registered",
         "req_id",
+        "shares",
         "stage_open",
         "state",
         "waiters",
@@ -260,7 +263,7 @@ class Request:
     )
 
     def __init__(
-        self, life: int, req_id: str, fingerprint: bytes, expected: int, deadline: float | None, now: float
+        self, life: int, req_id: str, fingerprint: bytes, share: int, deadline: float | None, now: float
     ) -> None:
         self.life = life
         self.req_id = req_id
@@ -269,8 +272,10 @@ class Request:
         self.accepted_at = now
         self.last_activity = now
         self.deadline = deadline
-        self.expected = expected  # how many destinations must confirm before this is delivered (R10)
         self.callers = 1
+        self.shares = share  # destinations that the callers themselves are: each reads or pulls a copy
+        self.declared = 0  # receivers that were announced
+        self.registered: set[Address] | None = None  # receivers that registered, by address (R9)
         self.metadata: Metadata | None = None
         self.reason: Reason | None = None
         self.error: TectumError | None = None
@@ -284,6 +289,16 @@ class Request:
     @property
     def used(self) -> bool:
         return self.stage_open or bool(self.active_sends)
+
+    @property
+    def settled(self) -> bool:
+        """Each caller has its copy, and each receiver expected has its own or is lost for good (R10)."""
+        confirmed, registered = self.confirmed or set(), self.registered or set()
+        receivers = len(registered & (confirmed | set(self.lost or ())))
+        heard_of = bool(confirmed or self.lost)
+        return (
+            heard_of and len(confirmed - registered) >= self.shares and receivers >= max(self.declared, len(registered))
+        )
 
     def reached(self, milestone: Milestone) -> bool:
         if milestone is Milestone.METADATA:
@@ -369,14 +384,15 @@ def _end_send(request: Request, event: SendConfirmed | SendFailed, effects: list
 
 def _add_destinations(request: Request, event: DestinationsAdded, effects: list[Effect]) -> None:
     """Destinations are counted by address (R9); a lost one that registers again is tried again."""
-    known = set(request.waiting_destinations) | set(request.active_sends) | (request.confirmed or set())
-    fresh = tuple(dict.fromkeys(a for a in event.addresses if a not in known))
-    if request.lost is not None:
-        for address in fresh:
-            request.lost.pop(address, None)
+    lost = request.lost or {}
+    if request.registered is None:
+        request.registered = set()
+    fresh = tuple(a for a in dict.fromkeys(event.addresses) if a not in request.registered or a in lost)
+    for address in fresh:
+        lost.pop(address, None)
+    request.registered.update(fresh)
+    request.declared = max(request.declared, event.expected)
     request.waiting_destinations += fresh
-    total = len(known | set(fresh) | set(request.lost or ()))
-    request.expected = max(request.expected, event.expected, total)
     effects.append(Admit(request.life))
     if request.state is State.STAGED:
         _start_sends(request, effects)
@@ -386,7 +402,7 @@ def _caller_left(request: Request, event: CallerLeft, effects: list[Effect]) -> 
     """Its wait and its share are given up; when no caller is left, release."""
     request.waiters = [entry for entry in request.waiters if entry[0] != event.waiter]
     request.callers -= 1
-    request.expected = max(request.expected - 1, 0)
+    request.shares = max(request.shares - event.share, 0)
     if request.callers == 0:
         _release(request, Reason.CLIENT_ABORT, None, effects)
     elif request.state is State.STAGED:
@@ -500,15 +516,13 @@ def _free_if_unused(request: Request, effects: list[Effect]) -> None:
 
 
 def _settle(request: Request, reason: Reason, effects: list[Effect]) -> None:
-    """Release once each expected destination has its rows or is lost for good, and at least one was heard of."""
-    confirmed, lost = len(request.confirmed or ()), request.lost or {}
-    settled = confirmed + len(lost)
-    if settled == 0 or settled < request.expected:
+    """Release once everybody expected is settled; for a failed delivery only after the last send has ended."""
+    if not request.settled:
         return
-    if not lost:
+    if not request.lost:
         _release(request, reason, None, effects)
     elif not request.active_sends:
-        _release(request, Reason.SEND_FAILED, next(iter(lost.values())), effects)
+        _release(request, Reason.SEND_FAILED, next(iter(request.lost.values())), effects)
 
 
 def _start_sends(request: Request, effects: list[Effect]) -> None:

@@ -36,7 +36,7 @@ log = logging.getLogger("tectum.server")
 #: seconds that an idle connection is kept: longer than our clients keep theirs, so that they never meet a closed one
 KEEP_ALIVE = 75
 #: seconds between two threads' turns at the interpreter; the default of 5 ms makes health probes wait behind preparing
-SWITCH_INTERVAL = 0.001
+SWITCH_INTERVAL = 0.005
 
 
 def serve(model: str, settings: Settings, console: Console | None = None) -> int:

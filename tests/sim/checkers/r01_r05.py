@@ -1,0 +1,129 @@
+"""R1 memory, R2 one release, R3 sends after release, R4 release during an encode, R5 release before it."""
+
+from __future__ import annotations
+
+from tests.sim.checkers.base import Checker
+from tests.sim.world import Step, World
+
+
+class Memory(Checker):
+    """R1: memory is never freed or reused while an encode or a send uses it."""
+
+    rule = "R1"
+
+    def after(self, world: World, step: Step) -> None:
+        for free in step.all(world.M.Free):
+            self.must(not world.lives[free.life].used, f"life {free.life} was freed while it is used")
+        for life in world.holding():
+            if life.sends and life.buffer is not None:
+                self.must(
+                    world.buffers[life.buffer] == life.life, f"a send of life {life.life} reads another life's rows"
+                )
+
+
+class OneRelease(Checker):
+    """R2: one outcome a life, one Free a life; the first reason asked for wins and is kept."""
+
+    rule = "R2"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended: set[int] = set()
+        self._freed: set[int] = set()
+
+    def after(self, world: World, step: Step) -> None:
+        for ended in step.all(world.M.Ended):
+            self.must(ended.life not in self._ended, f"life {ended.life} ended twice")
+            self._ended.add(ended.life)
+            asked = getattr(step.event, "reason", None)
+            if isinstance(step.event, (world.M.ReleaseAsked, world.M.Failed, world.L.Release)):
+                refused_for_size = isinstance(step.event, world.M.Prepared)
+                self.must(
+                    refused_for_size or ended.reason == asked,
+                    f"asked to release for {asked}, released for {ended.reason}",
+                )
+            stone = world.ledger.tombstone(world.lives[ended.life].req_id, world.now)
+            self.must(stone is not None and stone.reason == ended.reason, "the reason is not kept")
+        for free in step.all(world.M.Free):
+            self.must(
+                free.life not in self._freed and free.life in self._ended, f"life {free.life} freed twice or alive"
+            )
+            self._freed.add(free.life)
+        if step.was_ended and isinstance(step.event, (world.M.ReleaseAsked, world.L.Release)):
+            self.must(not step.effects or step.first(world.M.Drained), "a second release had an effect")
+
+
+class NoSendAfterRelease(Checker):
+    """R3: a send is admitted only while the request is live and nobody asked to release it; else refused at once, why."""
+
+    rule = "R3"
+
+    def after(self, world: World, step: Step) -> None:
+        if not isinstance(step.event, (world.M.SendStarted, world.L.Pull)):
+            return
+        answer = step.first(world.M.Admit, world.M.Refuse)
+        self.must(answer is not None, "a send was left without an answer")
+        live = step.life is not None and step.life.ended is None and step.life.staged
+        self.must(
+            isinstance(answer, world.M.Admit) == live, f"admitted={isinstance(answer, world.M.Admit)}, live={live}"
+        )
+        req_id = step.event.req_id if isinstance(step.event, world.L.Pull) else ""
+        if not live and req_id in world.stones and req_id not in world.by_id:
+            ended, at = world.stones[req_id]
+            if world.now < at + world.limits.tombstone_ttl and len(world.stones) <= world.limits.max_tombstones:
+                self._says_why(answer.error, ended, world.now - at)
+
+    def _says_why(self, error: object, ended: object, age: float) -> None:
+        kept = getattr(ended, "error", None)
+        if str(getattr(ended, "reason", "")) in ("encode_failed", "send_failed"):
+            self.must(error is kept, "the failure's own error was replaced")
+            return
+        details = getattr(error, "details", {})
+        self.must(details.get("reason") == str(ended.reason), "the refusal does not name the reason")  # type: ignore[attr-defined]
+        self.must(abs(details.get("age_s", -1) - age) < 0.01, "the refusal does not name the age")
+
+
+class ReleaseDuringEncode(Checker):
+    """R4: a release during an encode takes effect when it ends; nothing is staged or sent after it."""
+
+    rule = "R4"
+
+    def after(self, world: World, step: Step) -> None:
+        for effect in step.all(world.M.StartSend):
+            self.must(world.lives[effect.life].ended is None, f"life {effect.life} is sent after its release")
+        life = step.life
+        if (
+            life is None
+            or not step.was_ended
+            or not isinstance(step.event, (world.M.Encoded, world.M.Prepared, world.M.Failed))
+        ):
+            return
+        freed = step.first(world.M.Free) is not None
+        self.must(
+            freed != bool(life.sends), f"life {life.life}: its last stage ended, freed={freed}, sends={life.sends}"
+        )
+        self.must(
+            step.first(world.M.Wake, world.M.StartSend) is None, "somebody was told of rows of a released request"
+        )
+
+
+class ReleaseBeforeEncode(Checker):
+    """R5: a release before the encode is remembered: the encode never starts."""
+
+    rule = "R5"
+
+    def after(self, world: World, step: Step) -> None:
+        if isinstance(step.event, (world.M.PrepareStarted, world.M.EncodeStarted)) and (
+            step.was_ended or step.life is None
+        ):
+            self.must(step.first(world.M.Refuse) is not None, "a stage started after the release")
+        if isinstance(step.event, world.L.Accept):
+            at = world.unborn.get(step.event.req_id)
+            remembered = at is not None and world.now < at + world.limits.tombstone_ttl
+            if remembered and len(world.unborn) + len(world.stones) <= world.limits.max_tombstones:
+                self.must(step.first(world.M.Refuse) is not None, "an encode released beforehand was accepted")
+        if isinstance(step.event, world.L.Release) and step.life is None and step.event.req_id not in world.stones:
+            world.unborn.setdefault(step.event.req_id, world.now)
+
+
+CHECKERS = [Memory, OneRelease, NoSendAfterRelease, ReleaseDuringEncode, ReleaseBeforeEncode]

@@ -1,0 +1,138 @@
+"""R6 metadata, R7 tombstones, R8 duplicates, R9 counting destinations, R10 delivered."""
+
+from __future__ import annotations
+
+from tests.sim.checkers.base import Checker
+from tests.sim.world import Step, World
+
+
+class MetadataPublished(Checker):
+    """R6: metadata is published after preprocessing; those who waited wake, on failure with the original error."""
+
+    rule = "R6"
+
+    def after(self, world: World, step: Step) -> None:
+        M = world.M
+        woken = {wake.waiter: wake for wake in step.all(M.Wake)}
+        if isinstance(step.event, M.Prepared) and step.life is not None and step.life.queued:
+            for waiter in step.waiters_before:
+                if waiter.milestone is M.Milestone.METADATA:
+                    wake = woken.get(waiter.number)
+                    self.must(wake is not None and wake.metadata is step.event.metadata, "a metadata waiter sleeps on")
+        if isinstance(step.event, M.Failed) and not step.was_ended:
+            for waiter in step.waiters_before:
+                if waiter.kind != "register":
+                    wake = woken.get(waiter.number)
+                    self.must(
+                        wake is not None and wake.error is step.event.error,
+                        "a waiter did not get the stage's own error",
+                    )
+        if isinstance(step.event, M.Encoded) and not step.was_ended:
+            for waiter in step.waiters_before:
+                if waiter.milestone is M.Milestone.STAGED:
+                    self.must(waiter.number in woken, "a waiter for the rows sleeps on")
+
+
+class Tombstones(Checker):
+    """R7: after release, late sends, waits and registrations are answered at once, for a bounded time and number."""
+
+    rule = "R7"
+
+    def after(self, world: World, step: Step) -> None:
+        L, M = world.L, world.M
+        self.must_bound(world)
+        if (
+            not isinstance(step.event, (L.Wait, L.Register, L.Pull))
+            or step.event.req_id in world.by_id
+            or step.life is not None
+        ):
+            return
+        if step.event.req_id not in world.stones:
+            return
+        ended, at = world.stones[step.event.req_id]
+        answer = step.first(M.Wake, M.Refuse)
+        young = world.now < at + world.limits.tombstone_ttl
+        many = len(world.stones) + len(world.unborn) > world.limits.max_tombstones
+        if young and not many:
+            self.must(
+                answer is not None and answer.error is not None, f"{step.event.req_id} was released, but nobody says so"
+            )
+            if ended.error is None:
+                self.must(answer.error.code == "request_released", f"answered with {answer.error.code}")
+        elif not young and answer is not None and answer.error is not None:
+            self.must(answer.error.code == "request_not_found", "a tombstone stands for ever")
+
+    def must_bound(self, world: World) -> None:
+        held = len(world.ledger._tombstones)
+        if held > world.limits.max_tombstones:
+            self.must(False, f"{held} tombstones are held")
+
+
+class Duplicates(Checker):
+    """R8: a live id with the same content joins; with other content it gets 409, and the first is untouched."""
+
+    rule = "R8"
+
+    def after(self, world: World, step: Step) -> None:
+        if (
+            not isinstance(step.event, world.L.Accept)
+            or step.life is None
+            or step.life.accepted_at == world.now
+            and not step.waiters_before
+        ):
+            if not (
+                isinstance(step.event, world.L.Accept)
+                and step.life is not None
+                and step.life.callers - {step.event.waiter}
+            ):
+                return
+        answer = step.first(world.M.Admit, world.M.Refuse)
+        assert step.life is not None
+        if step.event.fingerprint == step.life.fingerprint:
+            self.must(isinstance(answer, world.M.Admit) and answer.joined, "the same content did not join")
+            self.must(answer.life == step.life.life, "joined another life")
+        else:
+            self.must(
+                isinstance(answer, world.M.Refuse) and answer.error.status == 409,
+                "other content was not refused with 409",
+            )
+            self.must(len(step.effects) == 1, "the first was touched")
+
+
+class CountedByAddress(Checker):
+    """R9: a destination counts once however often it registers, and is sent to once."""
+
+    rule = "R9"
+
+    def after(self, world: World, step: Step) -> None:
+        for effect in step.all(world.M.StartSend):
+            life = world.lives[effect.life]
+            self.must(effect.address not in life.confirmed, f"{effect.address} is sent what it has")
+            self.must(life.sends.count(effect.address) == 1, f"{effect.address} is sent to twice at once")
+        ended = step.first(world.M.Ended)
+        if ended is not None and ended.reason == world.M.Reason.DELIVERED:
+            life = world.lives[ended.life]
+            self.must(
+                not life.registered - life.confirmed, "released as delivered, but a registered receiver has no rows"
+            )
+
+
+class Delivered(Checker):
+    """R10: delivered means that every expected destination confirmed; then released, without waiting for a sweep."""
+
+    rule = "R10"
+
+    def after(self, world: World, step: Step) -> None:
+        M = world.M
+        ended = step.first(M.Ended)
+        if ended is not None and ended.reason in (M.Reason.DELIVERED, M.Reason.PULLED):
+            life = world.lives[ended.life]
+            self.must(world.settled(life) and not life.lost, "released as delivered before everybody has the rows")
+        if isinstance(step.event, (M.SendConfirmed, M.SendFailed)) and step.life is not None and not step.was_ended:
+            settled = world.settled(step.life) and (not step.life.lost or not step.life.sends)
+            self.must((ended is not None) == settled, f"settled={settled}, released={ended is not None}")
+            if ended is not None and step.life.lost:
+                self.must(ended.reason == M.Reason.SEND_FAILED, "a lost destination is called delivered")
+
+
+CHECKERS = [MetadataPublished, Tombstones, Duplicates, CountedByAddress, Delivered]

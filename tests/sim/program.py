@@ -1,0 +1,240 @@
+"""Random programs for the pure ledger: lists of small actions that stay valid when any of them is left out.
+
+An action is (name, numbers…). Numbers pick among what there is at that moment (modulo), so that a program shrinks by
+deleting actions.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from tectum.errors import DeliveryError, InternalError, LifecycleError
+from tests.sim.world import Life, Size, World
+
+Action = tuple[Any, ...]
+
+IDS = 4
+ADDRESSES = 3
+
+#: name → (weight, how many numbers it takes)
+ACTIONS: dict[str, tuple[int, int]] = {
+    "accept": (16, 5),
+    "prepare": (14, 1),
+    "prepared": (14, 3),
+    "encode": (12, 1),
+    "encoded": (12, 1),
+    "fail": (4, 2),
+    "pull": (8, 1),
+    "send_ok": (10, 1),
+    "send_fail": (5, 2),
+    "register": (8, 4),
+    "wait": (6, 3),
+    "leave": (4, 1),
+    "unwait": (2, 1),
+    "release": (5, 2),
+    "release_life": (3, 2),
+    "advance": (8, 1),
+    "close": (0, 1),
+}
+
+
+def random_program(seed: int, length: int = 60) -> list[Action]:
+    rng = random.Random(seed)
+    names = [name for name, (weight, _) in ACTIONS.items() if weight]
+    weights = [ACTIONS[name][0] for name in names]
+    program: list[Action] = []
+    for name in rng.choices(names, weights, k=rng.randrange(8, length)):
+        program.append((name, *(rng.randrange(1 << 16) for _ in range(ACTIONS[name][1]))))
+    if rng.random() < 0.2:
+        program.insert(rng.randrange(len(program)), ("close", rng.randrange(2)))
+    return program
+
+
+def perform(world: World, action: Action) -> None:
+    """Do one action, where there is something to do it to."""
+    name, *numbers = action
+    DO[name](world, *numbers)
+
+
+def _pick(candidates: list[Any], number: int) -> Any | None:
+    return candidates[number % len(candidates)] if candidates else None
+
+
+def _lives(world: World, which: Callable[[Life], bool]) -> list[Life]:
+    return [life for life in world.lives.values() if not life.freed and which(life)]
+
+
+def _accept(world: World, req: int, content: int, kind: int, deadline: int, _: int) -> None:
+    req_id, fingerprint = f"r{req % IDS}", b"other" if content % 4 == 0 else b"content"
+    mode = kind % 3
+    milestone = (world.M.Milestone.STAGED, world.M.Milestone.STAGED, world.M.Milestone.ENDED)[mode]
+    share = 0 if mode == 2 else 1
+    waiter = world.new_waiter("caller", req_id, milestone=milestone, share=share)
+    until = world.now + 1 + deadline % 40 if deadline % 5 == 0 else None
+    step = world.apply(world.L.Accept(req_id, fingerprint, waiter.number, milestone, share, until))
+    world.sent += 1
+    if step.first(world.M.Refuse) is not None:
+        world.refused += 1
+        waiter.answers.append(step.first(world.M.Refuse))
+    else:
+        world.accepted += 1
+
+
+def _prepare(world: World, number: int) -> None:
+    ready = [life for life in world.lives.values() if life.stage is None and life.size is None]
+    life = _pick([life for life in ready if not life.freed or number % 3 == 0], number)
+    if life is not None:
+        world.apply(world.M.PrepareStarted(life.life))
+
+
+def _prepared(world: World, number: int, nbytes: int, patches: int) -> None:
+    life = _pick(_lives(world, lambda life: life.stage == "prepare"), number)
+    if life is not None:
+        world.apply(world.M.Prepared(life.life, Size(1 + nbytes % 400, 1 + patches % 400)))
+
+
+def _encode(world: World, number: int) -> None:
+    life = _pick([x for x in world.lives.values() if x.size and x.stage is None and not x.staged], number)
+    if life is not None:
+        world.apply(world.M.EncodeStarted(life.life))
+
+
+def _encoded(world: World, number: int) -> None:
+    life = _pick(_lives(world, lambda life: life.stage == "encode"), number)
+    if life is not None:
+        world.apply(world.M.Encoded(life.life))
+
+
+def _fail(world: World, number: int, kind: int) -> None:
+    life = _pick(_lives(world, lambda life: life.stage is not None), number)
+    if life is not None:
+        reason = world.M.Reason.WORKER_LOST if kind % 3 == 0 else world.M.Reason.ENCODE_FAILED
+        world.apply(world.M.Failed(life.life, InternalError("encode_failed", f"stage {kind}"), reason))
+
+
+def _pull(world: World, req: int) -> None:
+    world.apply(world.L.Pull(f"r{req % IDS}", f"pull:{world.steps}"))
+
+
+def _sending(world: World, number: int) -> tuple[Life, str] | None:
+    return _pick([(life, address) for life in world.lives.values() for address in life.sends], number)
+
+
+def _send_ok(world: World, number: int) -> None:
+    found = _sending(world, number)
+    if found is not None:
+        life, address = found
+        reason = world.M.Reason.PULLED if address.startswith("pull") else world.M.Reason.DELIVERED
+        world.apply(world.M.SendConfirmed(life.life, address, reason))
+
+
+def _send_fail(world: World, number: int, kind: int) -> None:
+    found = _sending(world, number)
+    if found is not None:
+        life, address = found
+        final = not address.startswith("pull")
+        world.apply(world.M.SendFailed(life.life, address, DeliveryError("send_failed", f"send {kind}"), final))
+
+
+def _register(world: World, req: int, first: int, several: int, expected: int) -> None:
+    req_id = f"r{req % IDS}"
+    addresses = tuple(f"a{(first + i) % ADDRESSES}" for i in range(1 + several % 2))
+    count = expected % 3
+    live = world.by_id.get(req_id)
+    waiter = world.new_waiter(
+        "register", req_id, expected=count, addresses=addresses, life=None if live is None else live.life
+    )
+    known = {address: (req_id, address) in world.receivers for address in addresses}
+    for address in addresses:
+        world.receivers.setdefault((req_id, address), [])
+    step = world.apply(world.L.Register(req_id, addresses, count, waiter.number))
+    if step.first(world.M.Refuse) is not None:
+        waiter.answers.append(step.first(world.M.Refuse))
+        for address, was_known in known.items():
+            if not was_known:
+                world.receivers[(req_id, address)].append("refused")
+
+
+def _wait(world: World, req: int, milestone: int, seconds: int) -> None:
+    req_id = f"r{req % IDS}"
+    wanted = list(world.M.Milestone)[milestone % 3]
+    waiter = world.new_waiter("wait", req_id, milestone=wanted, until=world.now + seconds % 20)
+    live = world.by_id.get(req_id)
+    waiter.life = None if live is None else live.life
+    world.apply(world.L.Wait(req_id, waiter.number, wanted, waiter.until))
+
+
+def _leave(world: World, number: int) -> None:
+    callers = [
+        w for w in world.waiters.values() if w.kind == "caller" and not w.gone and w.life is not None and not w.answers
+    ]
+    waiter = _pick(callers, number)
+    if waiter is not None:
+        world.apply(world.M.CallerLeft(waiter.life, waiter.number, waiter.share))
+
+
+def _unwait(world: World, number: int) -> None:
+    waiter = _pick([w for w in world.waiters.values() if w.kind == "wait" and not w.gone and not w.answers], number)
+    if waiter is not None:
+        waiter.gone = True
+        world.apply(world.L.WaitCancelled(waiter.number))
+
+
+def _release(world: World, req: int, kind: int) -> None:
+    reason = (world.M.Reason.CLIENT_RELEASE, world.M.Reason.CLIENT_ABORT)[kind % 2]
+    world.apply(world.L.Release(f"r{req % IDS}", reason))
+
+
+def _release_life(world: World, number: int, kind: int) -> None:
+    reason = (world.M.Reason.CLIENT_ABORT, world.M.Reason.WORKER_LOST)[kind % 2]
+    life = _pick(list(world.lives.values()), number)
+    if life is not None:
+        world.apply(world.M.ReleaseAsked(life.life, reason))
+
+
+def _advance(world: World, tenths: int) -> None:
+    world.advance((tenths % 120) / 10)
+
+
+def _close(world: World, hard: int) -> None:
+    world.closing = True
+    world.apply(world.L.Close(bool(hard)))
+
+
+DO: dict[str, Callable[..., None]] = {
+    "accept": _accept,
+    "prepare": _prepare,
+    "prepared": _prepared,
+    "encode": _encode,
+    "encoded": _encoded,
+    "fail": _fail,
+    "pull": _pull,
+    "send_ok": _send_ok,
+    "send_fail": _send_fail,
+    "register": _register,
+    "wait": _wait,
+    "leave": _leave,
+    "unwait": _unwait,
+    "release": _release,
+    "release_life": _release_life,
+    "advance": _advance,
+    "close": _close,
+}
+
+
+def come_to_rest(world: World) -> None:
+    """End every stage and send honestly, and let time do the rest."""
+    for life in list(world.lives.values()):
+        if life.stage == "prepare":
+            world.apply(world.M.Failed(life.life, LifecycleError("deadline_exceeded", "at rest")))
+        elif life.stage == "encode":
+            world.apply(world.M.Encoded(life.life))
+    while (found := _sending(world, 0)) is not None:
+        world.apply(world.M.SendConfirmed(found[0].life, found[1]))
+    limits = world.limits
+    for _ in range(4):
+        world.advance(limits.encode_timeout + limits.request_ttl + limits.unknown_id_wait + 60)
+        while (found := _sending(world, 0)) is not None:
+            world.apply(world.M.SendConfirmed(found[0].life, found[1]))

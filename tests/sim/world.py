@@ -1,0 +1,290 @@
+"""An honest shell around the pure ledger, with a model of its own: memory, callers, receivers, waiters.
+
+The world carries effects out and remembers what happened; it never looks into the ledger's own books, so that the
+checkers compare two independent accounts. Rows lie in numbered buffers that are handed out again as soon as they are
+freed: whoever still reads one then finds another life's rows in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tectum.errors import TectumError
+from tectum.lifecycle import ledger as ledger_module
+from tectum.lifecycle import machine as machine_module
+
+
+class Size(NamedTuple):
+    """Metadata as far as the core reads it."""
+
+    nbytes: int
+    patches: int
+
+
+@dataclass
+class Life:
+    """What the world knows of one life."""
+
+    life: int
+    req_id: str
+    fingerprint: bytes
+    accepted_at: float
+    deadline: float | None
+    stage: str | None = None  # "prepare" or "encode" while one is open
+    size: Size | None = None
+    queued: bool = False
+    staged: bool = False
+    buffer: int | None = None
+    sends: list[str] = field(default_factory=list)  # open, by address
+    shares: int = 0  # destinations that the callers themselves are
+    callers: set[int] = field(default_factory=set)
+    registered: set[str] = field(default_factory=set)
+    declared: int = 0
+    confirmed: set[str] = field(default_factory=set)
+    lost: dict[str, TectumError] = field(default_factory=dict)
+    last_activity: float = 0.0
+    ended: Any = None  # the Ended effect
+    ended_at: float = 0.0
+    freed: bool = False
+
+    @property
+    def used(self) -> bool:
+        return self.stage is not None or bool(self.sends)
+
+
+@dataclass
+class Waiter:
+    """Somebody who waits: a caller, a metadata wait or a registration."""
+
+    number: int
+    kind: str
+    req_id: str
+    milestone: Any = None
+    life: int | None = None
+    until: float | None = None
+    share: int = 0  # of a caller
+    expected: int = 0  # of a registration
+    addresses: tuple[str, ...] = ()  # of a registration
+    gone: bool = False
+    answers: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class Step:
+    """One event, what followed, and when."""
+
+    number: int
+    now: float
+    event: Any
+    effects: list[Any]
+    life: Life | None  # the life the event was about, as it is after the event
+    was_ended: bool  # whether that life had ended before the event
+    waiters_before: tuple[Waiter, ...]  # who waited on that life before the event
+
+    def first(self, *kinds: type) -> Any:
+        return next((effect for effect in self.effects if isinstance(effect, kinds)), None)
+
+    def all(self, kind: type) -> list[Any]:
+        return [effect for effect in self.effects if isinstance(effect, kind)]
+
+
+class World:
+    """One run. `ledger` and `machine` are the modules under test (a mutant replaces them)."""
+
+    def __init__(
+        self, limits: Any, checkers: Iterable[Any], ledger: Any = ledger_module, machine: Any = machine_module
+    ) -> None:
+        self.L, self.M = ledger, machine
+        self.limits = limits
+        self.ledger = ledger.Ledger(limits)
+        self.now = 0.0
+        self.lives: dict[int, Life] = {}
+        self.by_id: dict[str, Life] = {}
+        self.waiters: dict[int, Waiter] = {}
+        self.buffers: dict[int, int | None] = {}  # buffer -> life whose rows it holds
+        self.receivers: dict[tuple[str, str], list[str]] = {}  # (id, address) -> what it was told
+        self.unborn: dict[str, float] = {}
+        self.stones: dict[str, tuple[Any, float]] = {}
+        self.closing = False
+        self.steps = 0
+        self.sent = self.accepted = self.refused = 0
+        self.trace: list[tuple[float, Any, list[Any]]] = []
+        self.checkers = list(checkers)
+        self._next_waiter = 1
+
+    # --- events ---
+
+    def apply(self, event: Any) -> Step:
+        life = self._life_of(event)
+        was_ended = life is not None and life.ended is not None
+        before = tuple(
+            w
+            for w in self.waiters.values()
+            if life is not None and w.life == life.life and not w.answers and not w.gone
+        )
+        effects = self.ledger.handle(event, self.now)
+        self.trace.append((self.now, event, effects))
+        self.steps += 1
+        if life is None or life.freed:
+            life = self._carry_asked(event, effects) or life
+        if life is not None:
+            self._model(event, effects, life)
+        for effect in effects:
+            self._carry(effect, life)
+        step = Step(self.steps, self.now, event, effects, life, was_ended, before)
+        for checker in self.checkers:
+            checker.after(self, step)
+        return step
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, with a Tick whenever the ledger asked for one."""
+        target = self.now + seconds
+        while (due := self.ledger.next_due()) is not None and due <= target:
+            self.now = max(self.now, due)
+            self.apply(self.L.Tick())
+        self.now = target
+
+    def new_waiter(self, kind: str, req_id: str, **facts: Any) -> Waiter:
+        waiter = Waiter(self._next_waiter, kind, req_id, **facts)
+        self._next_waiter += 1
+        self.waiters[waiter.number] = waiter
+        return waiter
+
+    # --- the model ---
+
+    def _life_of(self, event: Any) -> Life | None:
+        if hasattr(event, "life"):
+            return self.lives.get(event.life)
+        live = self.by_id.get(getattr(event, "req_id", ""))
+        return live
+
+    def _carry_asked(self, event: Any, effects: list[Any]) -> Life | None:
+        """A new life begins."""
+        admitted = next((effect for effect in effects if isinstance(effect, self.M.Admit)), None)
+        if not isinstance(event, self.L.Accept) or admitted is None:
+            return None
+        life = Life(admitted.life, event.req_id, event.fingerprint, self.now, event.deadline)
+        self.lives[life.life] = self.by_id[event.req_id] = life
+        self.stones.pop(event.req_id, None)
+        self.unborn.pop(event.req_id, None)
+        for waiter in self.waiters.values():
+            early = waiter.req_id == event.req_id and waiter.life is None and not waiter.answers and not waiter.gone
+            if early and waiter.kind != "caller":
+                waiter.life = life.life
+                life.registered.update(waiter.addresses)
+                life.declared = max(life.declared, waiter.expected)
+        return life
+
+    def _model(self, event: Any, effects: list[Any], life: Life) -> None:
+        L, M = self.L, self.M
+        admitted = any(isinstance(effect, M.Admit) for effect in effects)
+        if not isinstance(event, (L.Wait, L.Tick)):
+            life.last_activity = self.now
+        match event:
+            case L.Accept() if admitted:
+                life.callers.add(event.waiter)
+                life.shares += event.share
+                self.waiters[event.waiter].life = life.life
+            case L.Register() if admitted:
+                self._registered(life, event.addresses, event.expected)
+            case M.PrepareStarted() if admitted:
+                life.stage = "prepare"
+            case M.EncodeStarted() if admitted:
+                life.stage, life.queued = "encode", False
+            case M.Prepared():
+                life.stage = None
+                if not any(isinstance(e, M.Ended) for e in effects) and life.ended is None:
+                    life.size, life.queued = event.metadata, True
+            case M.Encoded():
+                life.stage = None
+                self._stage(life)
+            case M.Failed():
+                life.stage = None
+            case M.SendStarted() | L.Pull() if admitted:
+                life.sends.append(event.address)
+            case M.SendConfirmed():
+                life.sends.remove(event.address)
+                life.confirmed.add(event.address)
+                life.lost.pop(event.address, None)
+                self._tell(life.req_id, event.address, "rows")
+            case M.SendFailed():
+                life.sends.remove(event.address)
+                if event.final and event.address not in life.confirmed:
+                    life.lost[event.address] = event.error
+                    self._tell(life.req_id, event.address, "failed")
+            case M.CallerLeft():
+                self.waiters[event.waiter].gone = True
+                if event.waiter in life.callers and life.ended is None:
+                    life.callers.discard(event.waiter)
+                    life.shares = max(life.shares - event.share, 0)
+
+    def _registered(self, life: Life, addresses: Iterable[str], expected: int) -> None:
+        for address in addresses:
+            life.lost.pop(address, None)
+            life.registered.add(address)
+            self.receivers.setdefault((life.req_id, address), [])
+        life.declared = max(life.declared, expected)
+
+    def _stage(self, life: Life) -> None:
+        """Rows are written into the first free buffer, whether or not anybody still wants them."""
+        free = [number for number, owner in self.buffers.items() if owner is None]
+        life.buffer = free[0] if free else len(self.buffers)
+        self.buffers[life.buffer] = life.life
+        life.staged = True
+
+    def _carry(self, effect: Any, about: Life | None) -> None:
+        M = self.M
+        match effect:
+            case M.Wake():
+                self.waiters[effect.waiter].answers.append(effect)
+            case M.StartSend():
+                self.lives[effect.life].sends.append(effect.address)
+            case M.Notify():
+                self._notify(effect, about)
+            case M.Ended():
+                life = self.lives[effect.life]
+                if life.ended is None:
+                    life.ended, life.ended_at = effect, self.now
+                life.queued = False
+                if self.by_id.get(life.req_id) is life:
+                    del self.by_id[life.req_id]
+                self.stones.pop(life.req_id, None)
+                self.stones[life.req_id] = (effect, self.now)
+            case M.Free():
+                life = self.lives[effect.life]
+                life.freed = True
+                if life.buffer is not None:
+                    self.buffers[life.buffer] = None
+
+    def _notify(self, effect: Any, about: Life | None) -> None:
+        ids = (
+            [about.req_id]
+            if about is not None
+            else [r for (r, a), told in self.receivers.items() if a == effect.address and not told]
+        )
+        for req_id in ids[:1]:
+            self._tell(req_id, effect.address, "error")
+
+    def _tell(self, req_id: str, address: str, what: str) -> None:
+        if (req_id, address) in self.receivers:
+            self.receivers[(req_id, address)].append(what)
+
+    # --- what the checkers ask ---
+
+    def settled(self, life: Life) -> bool:
+        """Everybody who was to have a copy has it, or is lost for good; counted by address."""
+        receivers = len(life.registered & (life.confirmed | set(life.lost)))
+        copies = len(life.confirmed - life.registered)
+        wanted = max(life.declared, len(life.registered))
+        return bool(life.confirmed or life.lost) and copies >= life.shares and receivers >= wanted
+
+    def queued_patches(self) -> int:
+        return sum(life.size.patches for life in self.lives.values() if life.queued and life.size)
+
+    def held_bytes(self) -> int:
+        return sum(life.size.nbytes for life in self.lives.values() if life.size and not life.freed)
+
+    def holding(self) -> list[Life]:
+        return [life for life in self.lives.values() if not life.freed]
