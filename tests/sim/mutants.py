@@ -52,7 +52,7 @@ MUTANTS = [
     Mutant("time to live from acceptance", "R11", "ledger", "request.last_activity + self.limits.request_ttl", "request.accepted_at + self.limits.request_ttl"),
     Mutant("deadlines are forgotten", "R11", "ledger", "return latest if request.deadline is None else request.deadline", "return latest"),
     Mutant("waiters are not told of the end", "R12", "machine", "    for waiter, _ in request.waiters:\n", "    for waiter, _ in ():\n"),
-    Mutant("waiting receivers are not told", "R12", "machine", "effects.extend(Notify(address, request.error) for address in request.waiting_destinations)", "pass"),
+    Mutant("waiting receivers are not told", "R12", "machine", "effects.extend(Notify(request.req_id, at, request.error) for at in request.waiting_destinations)", "pass"),
     Mutant("early receivers are dropped", "R12", "ledger", "effects.extend(effect for effect in follow if not isinstance(effect, Admit))", "follow.clear(); request.waiting_destinations = ()"),
     Mutant("one caller takes the others along", "R13", "machine", "    if request.callers == 0:\n", "    if True:\n"),
     Mutant("who left is woken", "R13", "machine", "request.waiters = [entry for entry in request.waiters if entry[0] != event.waiter]", "pass"),

@@ -27,6 +27,7 @@ ACTIONS: dict[str, tuple[int, int]] = {
     "encoded": (12, 1),
     "fail": (4, 2),
     "pull": (8, 1),
+    "send": (6, 1),
     "send_ok": (10, 1),
     "send_fail": (5, 2),
     "register": (8, 4),
@@ -118,6 +119,13 @@ def _pull(world: World, req: int) -> None:
     world.apply(world.L.Pull(f"r{req % IDS}", f"pull:{world.steps}"))
 
 
+def _send(world: World, number: int) -> None:
+    """A caller reads its own rows, by life: also when it comes too late."""
+    life = _pick([life for life in world.lives.values() if life.staged], number)
+    if life is not None:
+        world.apply(world.M.SendStarted(life.life, f"inline:{world.steps}"))
+
+
 def _sending(world: World, number: int) -> tuple[Life, str] | None:
     return _pick([(life, address) for life in world.lives.values() for address in life.sends], number)
 
@@ -134,7 +142,7 @@ def _send_fail(world: World, number: int, kind: int) -> None:
     found = _sending(world, number)
     if found is not None:
         life, address = found
-        final = not address.startswith("pull")
+        final = address.startswith("a")
         world.apply(world.M.SendFailed(life.life, address, DeliveryError("send_failed", f"send {kind}"), final))
 
 
@@ -211,6 +219,7 @@ DO: dict[str, Callable[..., None]] = {
     "encoded": _encoded,
     "fail": _fail,
     "pull": _pull,
+    "send": _send,
     "send_ok": _send_ok,
     "send_fail": _send_fail,
     "register": _register,

@@ -14,9 +14,9 @@ from tests.sim.world import World
 
 #: tight enough that random programs reach every one of them
 LIMITS = {
-    "max_live_requests": 6,
+    "max_live_requests": 4,
     "max_queued_patches": 600,
-    "max_staged_bytes": 900,
+    "max_staged_bytes": 600,
     "encode_timeout": 30.0,
     "request_ttl": 20.0,
     "unknown_id_wait": 4.0,

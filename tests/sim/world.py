@@ -82,6 +82,8 @@ class Step:
     life: Life | None  # the life the event was about, as it is after the event
     was_ended: bool  # whether that life had ended before the event
     waiters_before: tuple[Waiter, ...]  # who waited on that life before the event
+    grave: tuple[Any, float] | None  # what was remembered of the event's id
+    is_new: bool  # whether the event began the life
 
     def first(self, *kinds: type) -> Any:
         return next((effect for effect in self.effects if isinstance(effect, kinds)), None)
@@ -105,8 +107,7 @@ class World:
         self.waiters: dict[int, Waiter] = {}
         self.buffers: dict[int, int | None] = {}  # buffer -> life whose rows it holds
         self.receivers: dict[tuple[str, str], list[str]] = {}  # (id, address) -> what it was told
-        self.unborn: dict[str, float] = {}
-        self.stones: dict[str, tuple[Any, float]] = {}
+        self.graves: dict[str, tuple[Any, float]] = {}  # released id -> (Ended, or None for one never seen; when)
         self.closing = False
         self.steps = 0
         self.sent = self.accepted = self.refused = 0
@@ -124,16 +125,20 @@ class World:
             for w in self.waiters.values()
             if life is not None and w.life == life.life and not w.answers and not w.gone
         )
+        grave = self.grave(getattr(event, "req_id", ""))
         effects = self.ledger.handle(event, self.now)
         self.trace.append((self.now, event, effects))
         self.steps += 1
-        if life is None or life.freed:
-            life = self._carry_asked(event, effects) or life
+        begun = self._carry_asked(event, effects) if life is None else None
+        is_new, life = begun is not None, begun or life
         if life is not None:
             self._model(event, effects, life)
         for effect in effects:
             self._carry(effect, life)
-        step = Step(self.steps, self.now, event, effects, life, was_ended, before)
+        step = Step(self.steps, self.now, event, effects, life, was_ended, before, grave, is_new)
+        released_unseen = isinstance(event, self.L.Release) and life is None and grave is None
+        if released_unseen:
+            self.bury(event.req_id, None)
         for checker in self.checkers:
             checker.after(self, step)
         return step
@@ -167,8 +172,7 @@ class World:
             return None
         life = Life(admitted.life, event.req_id, event.fingerprint, self.now, event.deadline)
         self.lives[life.life] = self.by_id[event.req_id] = life
-        self.stones.pop(event.req_id, None)
-        self.unborn.pop(event.req_id, None)
+        self.graves.pop(event.req_id, None)
         for waiter in self.waiters.values():
             early = waiter.req_id == event.req_id and waiter.life is None and not waiter.answers and not waiter.gone
             if early and waiter.kind != "caller":
@@ -180,7 +184,7 @@ class World:
     def _model(self, event: Any, effects: list[Any], life: Life) -> None:
         L, M = self.L, self.M
         admitted = any(isinstance(effect, M.Admit) for effect in effects)
-        if not isinstance(event, (L.Wait, L.Tick)):
+        if not isinstance(event, (L.Wait, L.Tick)) and not (isinstance(event, L.Accept) and not admitted):
             life.last_activity = self.now
         match event:
             case L.Accept() if admitted:
@@ -242,7 +246,7 @@ class World:
             case M.StartSend():
                 self.lives[effect.life].sends.append(effect.address)
             case M.Notify():
-                self._notify(effect, about)
+                self._tell(effect.req_id, effect.address, "error")
             case M.Ended():
                 life = self.lives[effect.life]
                 if life.ended is None:
@@ -250,28 +254,30 @@ class World:
                 life.queued = False
                 if self.by_id.get(life.req_id) is life:
                     del self.by_id[life.req_id]
-                self.stones.pop(life.req_id, None)
-                self.stones[life.req_id] = (effect, self.now)
+                self.bury(life.req_id, effect)
             case M.Free():
                 life = self.lives[effect.life]
                 life.freed = True
                 if life.buffer is not None:
                     self.buffers[life.buffer] = None
 
-    def _notify(self, effect: Any, about: Life | None) -> None:
-        ids = (
-            [about.req_id]
-            if about is not None
-            else [r for (r, a), told in self.receivers.items() if a == effect.address and not told]
-        )
-        for req_id in ids[:1]:
-            self._tell(req_id, effect.address, "error")
-
     def _tell(self, req_id: str, address: str, what: str) -> None:
         if (req_id, address) in self.receivers:
             self.receivers[(req_id, address)].append(what)
 
+    def bury(self, req_id: str, ended: Any) -> None:
+        """Remember a released id: the newest ones, as many as the limits say."""
+        self.graves.pop(req_id, None)
+        self.graves[req_id] = (ended, self.now)
+        while len(self.graves) > self.limits.max_tombstones:
+            del self.graves[next(iter(self.graves))]
+
     # --- what the checkers ask ---
+
+    def grave(self, req_id: str) -> tuple[Any, float] | None:
+        """What must be remembered of `req_id` now, if anything: (Ended or None, when)."""
+        found = self.graves.get(req_id)
+        return found if found is not None and self.now < found[1] + self.limits.tombstone_ttl else None
 
     def settled(self, life: Life) -> bool:
         """Everybody who was to have a copy has it, or is lost for good; counted by address."""

@@ -345,8 +345,8 @@ class Ledger:
         request.last_activity = now
         if was is State.PREPARED and request.state is not State.PREPARED and request.metadata is not None:
             self.queued_patches -= request.metadata.patches
-        if was is not State.STAGED and request.state is State.STAGED:
-            self._schedule(self._due(request), request.life)
+        if request.state is State.STAGED and (was is not State.STAGED or type(event) in (SendConfirmed, SendFailed)):
+            self._schedule(self._due(request), request.life)  # idle time runs from here
         for effect in effects[first:]:
             self._keep_books(request, effect, now)
 
@@ -475,7 +475,7 @@ class Ledger:
         for early in orphan.registrations:
             self._waiting.pop(early.waiter, None)
             effects.append(Wake(early.waiter, None, error))
-            effects.extend(Notify(address, error) for address in dict.fromkeys(early.addresses))
+            effects.extend(Notify(req_id, address, error) for address in dict.fromkeys(early.addresses))
 
     def _drop_empty_orphan(self, req_id: str, orphan: _Orphan) -> None:
         if not orphan.waiters and not orphan.registrations:

@@ -202,8 +202,9 @@ class StartSend(NamedTuple):
 
 
 class Notify(NamedTuple):
-    """The receiver at `address` waits for rows that will not come: tell it why."""
+    """The receiver at `address` waits for rows of `req_id` that will not come: tell it why."""
 
+    req_id: str
     address: Address
     error: TectumError
 
@@ -502,7 +503,7 @@ def _release(request: Request, reason: Reason, error: TectumError | None, effect
         effects.append(Wake(waiter, request.metadata if request.error is None else None, request.error))
     request.waiters = []
     if request.error is not None:
-        effects.extend(Notify(address, request.error) for address in request.waiting_destinations)
+        effects.extend(Notify(request.req_id, at, request.error) for at in request.waiting_destinations)
     request.waiting_destinations = ()
     request.state = State.DRAINING
     effects.append(Ended(request.life, reason, request.error))

@@ -92,8 +92,8 @@ class Work(Protocol):
     async def send(self, staged: Staged, destination: Destination) -> None:
         """Deliver to a receiver and return when it has confirmed. Raises TectumError. Never releases."""
 
-    async def notify(self, destination: Destination, error: TectumError) -> None:
-        """Tell a waiting receiver that its rows will not come."""
+    async def notify(self, req_id: str, destination: Destination, error: TectumError) -> None:
+        """Tell a receiver that waits for `req_id` that its rows will not come."""
 
     def free(self, staged: Staged) -> None:
         """Give staging memory back."""
@@ -441,12 +441,12 @@ class Pipeline:
         self._spawn(self._push(self._jobs[effect.life], _destination(effect.address)))
 
     def _on_notify(self, effect: Notify) -> None:
-        self._spawn(self._tell(_destination(effect.address), effect.error))
+        self._spawn(self._tell(effect.req_id, _destination(effect.address), effect.error))
 
-    async def _tell(self, destination: Destination, error: TectumError) -> None:
+    async def _tell(self, req_id: str, destination: Destination, error: TectumError) -> None:
         try:
             async with asyncio.timeout(self._send_timeout):
-                await self._work.notify(destination, error)
+                await self._work.notify(req_id, destination, error)
         except Exception as failure:  # a failure while reporting never hides the first one
             log.warning("could not tell a receiver about %s: %s", error.code, type(failure).__name__)
 

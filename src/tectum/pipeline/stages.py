@@ -176,7 +176,7 @@ class Stages:
     async def send(self, staged: Staged, destination: Destination) -> None:
         raise DeliveryError("send_failed", f"No delivery backend {destination.backend!r} is installed")
 
-    async def notify(self, destination: Destination, error: TectumError) -> None:
+    async def notify(self, req_id: str, destination: Destination, error: TectumError) -> None:
         raise DeliveryError("send_failed", f"No delivery backend {destination.backend!r} is installed")
 
     def free(self, staged: Staged) -> None:

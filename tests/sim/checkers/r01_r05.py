@@ -42,15 +42,17 @@ class OneRelease(Checker):
                     refused_for_size or ended.reason == asked,
                     f"asked to release for {asked}, released for {ended.reason}",
                 )
-            stone = world.ledger.tombstone(world.lives[ended.life].req_id, world.now)
-            self.must(stone is not None and stone.reason == ended.reason, "the reason is not kept")
+            if len(step.all(world.M.Ended)) <= world.limits.max_tombstones:
+                stone = world.ledger.tombstone(world.lives[ended.life].req_id, world.now)
+                self.must(stone is not None and stone.reason == ended.reason, "the reason is not kept")
         for free in step.all(world.M.Free):
             self.must(
                 free.life not in self._freed and free.life in self._ended, f"life {free.life} freed twice or alive"
             )
             self._freed.add(free.life)
         if step.was_ended and isinstance(step.event, (world.M.ReleaseAsked, world.L.Release)):
-            self.must(not step.effects or step.first(world.M.Drained), "a second release had an effect")
+            others = [effect for effect in step.effects if not isinstance(effect, world.M.Drained)]
+            self.must(not others, "a second release had an effect")
 
 
 class NoSendAfterRelease(Checker):
@@ -67,11 +69,13 @@ class NoSendAfterRelease(Checker):
         self.must(
             isinstance(answer, world.M.Admit) == live, f"admitted={isinstance(answer, world.M.Admit)}, live={live}"
         )
-        req_id = step.event.req_id if isinstance(step.event, world.L.Pull) else ""
-        if not live and req_id in world.stones and req_id not in world.by_id:
-            ended, at = world.stones[req_id]
-            if world.now < at + world.limits.tombstone_ttl and len(world.stones) <= world.limits.max_tombstones:
-                self._says_why(answer.error, ended, world.now - at)
+        if (
+            isinstance(step.event, world.L.Pull)
+            and step.life is None
+            and step.grave is not None
+            and step.grave[0] is not None
+        ):
+            self._says_why(answer.error, step.grave[0], world.now - step.grave[1])
 
     def _says_why(self, error: object, ended: object, age: float) -> None:
         kept = getattr(ended, "error", None)
@@ -118,12 +122,9 @@ class ReleaseBeforeEncode(Checker):
         ):
             self.must(step.first(world.M.Refuse) is not None, "a stage started after the release")
         if isinstance(step.event, world.L.Accept):
-            at = world.unborn.get(step.event.req_id)
-            remembered = at is not None and world.now < at + world.limits.tombstone_ttl
-            if remembered and len(world.unborn) + len(world.stones) <= world.limits.max_tombstones:
+            unborn = step.grave is not None and step.grave[0] is None
+            if unborn and not step.waiters_before:
                 self.must(step.first(world.M.Refuse) is not None, "an encode released beforehand was accepted")
-        if isinstance(step.event, world.L.Release) and step.life is None and step.event.req_id not in world.stones:
-            world.unborn.setdefault(step.event.req_id, world.now)
 
 
 CHECKERS = [Memory, OneRelease, NoSendAfterRelease, ReleaseDuringEncode, ReleaseBeforeEncode]

@@ -40,32 +40,20 @@ class Tombstones(Checker):
 
     def after(self, world: World, step: Step) -> None:
         L, M = world.L, world.M
-        self.must_bound(world)
-        if (
-            not isinstance(step.event, (L.Wait, L.Register, L.Pull))
-            or step.event.req_id in world.by_id
-            or step.life is not None
-        ):
-            return
-        if step.event.req_id not in world.stones:
-            return
-        ended, at = world.stones[step.event.req_id]
-        answer = step.first(M.Wake, M.Refuse)
-        young = world.now < at + world.limits.tombstone_ttl
-        many = len(world.stones) + len(world.unborn) > world.limits.max_tombstones
-        if young and not many:
-            self.must(
-                answer is not None and answer.error is not None, f"{step.event.req_id} was released, but nobody says so"
-            )
-            if ended.error is None:
-                self.must(answer.error.code == "request_released", f"answered with {answer.error.code}")
-        elif not young and answer is not None and answer.error is not None:
-            self.must(answer.error.code == "request_not_found", "a tombstone stands for ever")
-
-    def must_bound(self, world: World) -> None:
         held = len(world.ledger._tombstones)
         if held > world.limits.max_tombstones:
             self.must(False, f"{held} tombstones are held")
+        if not isinstance(step.event, (L.Wait, L.Register, L.Pull)) or step.life is not None:
+            return
+        answer = step.first(M.Wake, M.Refuse)
+        if step.grave is not None:
+            self.must(
+                answer is not None and answer.error is not None, f"{step.event.req_id} was released, nobody says so"
+            )
+            if step.grave[0] is None or step.grave[0].reason not in (M.Reason.ENCODE_FAILED, M.Reason.SEND_FAILED):
+                self.must(answer.error.code == "request_released", f"answered with {answer.error.code}")
+        elif answer is not None and answer.error is not None:
+            self.must(answer.error.code == "request_not_found", f"forgotten or unseen, yet {answer.error.code}")
 
 
 class Duplicates(Checker):
@@ -74,28 +62,15 @@ class Duplicates(Checker):
     rule = "R8"
 
     def after(self, world: World, step: Step) -> None:
-        if (
-            not isinstance(step.event, world.L.Accept)
-            or step.life is None
-            or step.life.accepted_at == world.now
-            and not step.waiters_before
-        ):
-            if not (
-                isinstance(step.event, world.L.Accept)
-                and step.life is not None
-                and step.life.callers - {step.event.waiter}
-            ):
-                return
+        if not isinstance(step.event, world.L.Accept) or step.life is None or step.is_new:
+            return
         answer = step.first(world.M.Admit, world.M.Refuse)
-        assert step.life is not None
         if step.event.fingerprint == step.life.fingerprint:
             self.must(isinstance(answer, world.M.Admit) and answer.joined, "the same content did not join")
             self.must(answer.life == step.life.life, "joined another life")
         else:
-            self.must(
-                isinstance(answer, world.M.Refuse) and answer.error.status == 409,
-                "other content was not refused with 409",
-            )
+            refused = isinstance(answer, world.M.Refuse) and answer.error.status == 409
+            self.must(refused, "other content was not refused with 409")
             self.must(len(step.effects) == 1, "the first was touched")
 
 
