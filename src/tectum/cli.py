@@ -178,6 +178,32 @@ def doctor(
     raise typer.Exit(examine(model, as_json))
 
 
+@app.command()
+def explain(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="CODE_OR_TEXT", help="A code, or a pasted message.")
+    ] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List every code.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what an error means and what to do about it; a pasted message or log line finds its entry."""
+    from tectum import catalogue
+
+    if listed or not words:
+        found = catalogue.entries()
+    else:
+        found = catalogue.find(" ".join(words))[:1]
+    if not found:
+        raise StartupError("invalid_settings", "No error matches that; tectum explain --list shows all codes")
+    if as_json:
+        typer.echo(json.dumps([catalogue.to_json(entry) for entry in found]))
+    elif listed or not words:
+        for entry in found:
+            typer.echo(f"{entry.code:24} {entry.meaning}"[:118])
+    else:
+        typer.echo(catalogue.to_text(found[0], color=sys.stdout.isatty()))
+
+
 def _needs_serve(module: str, name: str) -> Any:
     """Import what only `tectum[serve]` brings. Raises StartupError `missing_dependency` that says how to get it."""
     from importlib import import_module

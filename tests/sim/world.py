@@ -162,8 +162,7 @@ class World:
     def _life_of(self, event: Any) -> Life | None:
         if hasattr(event, "life"):
             return self.lives.get(event.life)
-        live = self.by_id.get(getattr(event, "req_id", ""))
-        return live
+        return self.by_id.get(getattr(event, "req_id", ""))
 
     def _carry_asked(self, event: Any, effects: list[Any]) -> Life | None:
         """A new life begins."""
@@ -181,7 +180,7 @@ class World:
                 life.declared = max(life.declared, waiter.expected)
         return life
 
-    def _model(self, event: Any, effects: list[Any], life: Life) -> None:
+    def _model(self, event: Any, effects: list[Any], life: Life) -> None:  # noqa: C901 - one case an event
         L, M = self.L, self.M
         admitted = any(isinstance(effect, M.Admit) for effect in effects)
         if not isinstance(event, (L.Wait, L.Tick)) and not (isinstance(event, L.Accept) and not admitted):

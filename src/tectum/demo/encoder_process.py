@@ -10,14 +10,14 @@ import threading
 import time
 from pathlib import Path
 
-from tectum.errors import StartupError
+from tectum.errors import UnavailableError
 
 
 class EncoderProcess:
     """`tectum serve FOLDER` on a free loopback port. A context manager: the process is always ended.
 
     flags: further command-line flags. `url` and `pid` are there inside the block; `lines` holds what it printed.
-    Raises StartupError `server_unreachable`'s kin when it ends or stays silent for `patience` seconds.
+    Raises UnavailableError `server_unreachable` when it ends, or stays silent for `patience` seconds.
     """
 
     def __init__(self, folder: Path, *flags: str, patience: float = 120.0) -> None:
@@ -68,9 +68,9 @@ class EncoderProcess:
             try:
                 line = self._printed.get(timeout=max(deadline - time.monotonic(), 0.01))
             except queue.Empty:
-                raise StartupError("invalid_settings", "The encoder server did not get ready in time") from None
+                raise UnavailableError("server_unreachable", "The encoder server did not get ready in time") from None
             if line is None:
                 last = self.lines[-1] if self.lines else "it printed nothing"
-                raise StartupError("invalid_settings", f"The encoder server ended while starting: {last}")
+                raise UnavailableError("server_unreachable", f"The encoder server ended while starting: {last}")
             if line.startswith("ready on "):
                 return line.removeprefix("ready on ").strip()

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 import tectum
+from tectum import catalogue
 from tectum.config import Settings
 from tectum.errors import UnavailableError
 from tectum.observe.metrics import Metrics
@@ -32,6 +33,7 @@ def create_app(pipeline: Pipeline, card: dict[str, Any], settings: Settings, met
     problems.install(app)
     app.include_router(native.router(pipeline, settings))
     _add_pages(app, pipeline, card, settings, metrics)
+    _add_catalogue(app)
     app.openapi = _documented(app.openapi)  # type: ignore[method-assign]
     token = read_token(settings.token_file)
     app.add_middleware(Guard, token=token, max_body_bytes=settings.max_body_bytes)
@@ -60,6 +62,23 @@ def _add_pages(app: FastAPI, pipeline: Pipeline, card: dict[str, Any], settings:
     @app.get("/metrics", tags=["health"], summary="Prometheus metrics")
     async def exposition() -> Response:
         return Response(metrics.exposition(), media_type="text/plain; version=0.0.4")
+
+
+def _add_catalogue(app: FastAPI) -> None:
+    """The error reference: `type` of every problem leads here."""
+    policy = {"Content-Security-Policy": catalogue.CONTENT_SECURITY_POLICY}
+
+    @app.get("/errors", tags=["errors"], summary="Every error code", response_class=HTMLResponse)
+    async def index() -> Response:
+        return HTMLResponse(catalogue.index_html(), headers=policy)
+
+    @app.get("/errors/{code}", tags=["errors"], summary="What an error means", response_class=HTMLResponse)
+    async def page(code: str) -> Response:
+        return HTMLResponse(catalogue.to_html(catalogue.entry(code)), headers=policy)
+
+    @app.get("/api/errors/{code}", tags=["errors"], summary="What an error means, for programs")
+    async def data(code: str) -> Response:
+        return JSONResponse(catalogue.to_json(catalogue.entry(code)))
 
 
 def _documented(openapi: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:

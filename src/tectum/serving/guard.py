@@ -10,8 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tectum.errors import BadRequestError, StartupError
 from tectum.serving.problems import problem_response
 
-#: paths that answer without a token, so that probes need no secret
+#: paths that answer without a token: probes need no secret, and an error's page is the same for everybody
 OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
+OPEN_PREFIXES = ("/errors/", "/api/errors/")
 
 
 def read_token(path: Path | None) -> bytes | None:
@@ -27,6 +28,10 @@ def read_token(path: Path | None) -> bytes | None:
     return token.encode()
 
 
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
+
+
 class Guard:
     """Refuses requests without the token (401) and bodies above the cap (413), before a route sees them."""
 
@@ -40,7 +45,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if self._expected is not None and scope["path"] not in OPEN_PATHS:
+        if self._expected is not None and not _is_open(scope["path"]):
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
                 error = BadRequestError("unauthorized", "A bearer token is needed: Authorization: Bearer …")
