@@ -51,9 +51,9 @@ class EncoderProcess:
             self._process.kill()
             return self._process.wait()
 
-    def poll(self) -> int | None:
-        """Its exit code, or None while it runs."""
-        return self._process.poll()
+    def wait(self, seconds: float) -> int:
+        """Its exit code, once it has ended by itself. Raises subprocess.TimeoutExpired when it does not."""
+        return self._process.wait(seconds)
 
     def _read(self) -> None:
         assert self._process.stderr is not None

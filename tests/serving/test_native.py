@@ -1,0 +1,258 @@
+"""The native door, as a caller sees it: a real server process, over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import socket
+import threading
+import time
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+import torch
+from PIL import Image
+
+from tectum import AsyncClient, Client, Encoder
+from tectum.errors import BadRequestError, LifecycleError, UnavailableError
+from tests import zoo
+
+
+def jpeg(width: int = 224, height: int = 224, seed: int = 0) -> bytes:
+    file = io.BytesIO()
+    zoo.picture(width, height, seed).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with Client(server.url) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny):
+    with Encoder(str(tiny), forward_threads=1) as made:
+        yield made
+
+
+def post(server, body, **how):
+    return httpx2.post(f"{server.url}/v1/encode", content=body if isinstance(body, bytes) else json.dumps(body), **how)
+
+
+def gauges(server) -> dict[str, float]:
+    text = httpx2.get(f"{server.url}/metrics").text
+    return {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if not line.startswith("#")}
+
+
+def nothing_is_held(server) -> bool:
+    now = gauges(server)
+    return now["encoder_live_requests"] == now["encoder_staged_bytes"] == now["encoder_queued_patches"] == 0
+
+
+def until(condition, seconds: float = 10.0) -> None:
+    """Poll a condition of another process; there is nothing else to wait on."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+def test_server_client_and_encoder_give_the_same_rows(server, client, encoder):
+    pictures = [jpeg(224, 224, 1), jpeg(300, 140, 2), zoo.picture(80, 60, 3)]
+    there, here = client.encode(pictures), encoder.encode(pictures)
+
+    async def awaiting():
+        async with AsyncClient(server.url) as asynchronous:
+            return await asynchronous.encode(pictures), await encoder.aencode(pictures)
+
+    for other in (here, *asyncio.run(awaiting())):
+        assert torch.equal(there.rows, other.rows)
+        assert (there.item_rows, there.grid_thw, there.dtype) == (other.item_rows, other.grid_thw, other.dtype)
+    assert there.item_rows == (64, 55, 6)
+    assert there.width == 64
+
+
+def test_json_multipart_and_data_uri_are_one_request(server):
+    raw = jpeg()
+    text = base64.b64encode(raw).decode()
+    forms = [
+        {"items": [{"type": "image", "data": text}]},
+        {"items": [{"type": "image", "url": f"data:image/jpeg;base64,{text}"}]},
+    ]
+    answers = [post(server, form) for form in forms]
+    parts = {"request": (None, json.dumps({"items": [{"type": "image", "file": "f"}]})), "f": ("f", raw)}
+    answers.append(httpx2.post(f"{server.url}/v1/encode", files=parts))
+    from tectum.delivery import wire
+
+    rows = [wire.unpack(answer.content).rows for answer in answers]
+    assert all(answer.headers["content-type"] == "application/x-safetensors" for answer in answers)
+    assert torch.equal(rows[0], rows[1])
+    assert torch.equal(rows[0], rows[2])
+
+
+def test_hold_metadata_pull_release(server, client):
+    metadata = client.hold(jpeg(), req_id="held")
+    assert (metadata["rows"], metadata["width"], metadata["bytes"]) == (64, 64, 64 * 64 * 4)
+    assert client.status("held")["state"] == "staged"
+    assert client.metadata("held")["grid_thw"] == [[1, 16, 16]]
+    assert torch.equal(client.embedding("held").rows, client.encode(jpeg()).rows)
+    assert client.status("held")["reason"] == "pulled"
+    with pytest.raises(LifecycleError) as again:
+        client.embedding("held")
+    assert (again.value.status, again.value.details["reason"]) == (410, "pulled")
+    client.hold(jpeg(), req_id="dropped")
+    assert client.release("dropped")["reason"] == "client_release"
+    assert client.release("dropped")["reason"] == "client_release", "idempotent"
+    assert nothing_is_held(server)
+
+
+def test_options_reach_the_processor(client):
+    assert client.encode(jpeg(), options={"max_pixels": 112 * 112}).rows.shape[0] == 16
+
+
+BAD = [
+    ({"items": []}, 400, "invalid_request", None),
+    ({}, 400, "invalid_request", None),
+    ({"items": [{"type": "image"}]}, 400, "invalid_request", 0),
+    ({"items": [{"type": "image", "url": "http://a/", "data": "x"}]}, 400, "invalid_request", 0),
+    ({"items": [{"type": "picture", "data": "x"}]}, 400, "invalid_request", 0),
+    ({"items": [{"type": "image", "data": "AAAA"}], "surprise": 1}, 400, "invalid_request", None),
+    ({"items": [{"type": "image", "data": "AAAA"}], "num_parts": 2, "part_idx": 2}, 400, "invalid_request", None),
+    ({"items": [{"type": "image", "data": "AAAA"}], "deadline_ms": 0}, 400, "invalid_request", None),
+    ({"items": [{"type": "image", "data": "AAAA"}], "req_id": "x" * 257}, 400, "invalid_request", None),
+    ({"items": [{"type": "image", "file": "f"}]}, 400, "invalid_request", 0),
+    ({"items": [{"type": "image", "data": "AAAA"}, {"type": "audio", "data": "AAAA"}]}, 400, "mixed_modalities", None),
+    ({"items": [{"type": "audio", "data": "AAAA"}]}, 400, "unsupported_modality", None),
+    ({"items": [{"type": "image", "data": "not!!base64"}]}, 400, "invalid_base64", 0),
+    ({"items": [{"type": "image", "url": "data:image/png;base64"}]}, 400, "invalid_data_uri", 0),
+    ({"items": [{"type": "image", "url": "file:///etc/passwd"}]}, 400, "url_refused", 0),
+    ({"items": [{"type": "image", "url": "http://169.254.169.254/"}]}, 400, "url_refused", 0),
+    ({"items": [{"type": "image", "data": "bm90aGluZyBhdCBhbGw="}]}, 415, "unsupported_media", 0),
+    (b"{", 400, "invalid_request", None),
+    (b"\x80\x04\x95.", 400, "invalid_request", None),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "code", "item"), BAD, ids=[f"{i}-{case[2]}" for i, case in enumerate(BAD)])
+def test_bad_input_gets_a_clear_error_and_leaves_nothing(server, client, body, status, code, item):
+    answer = post(server, body)
+    problem = answer.json()
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert (answer.status_code, problem["code"], problem.get("item")) == (status, code, item)
+    assert len(problem["detail"]) <= 200
+    assert len(answer.content) <= 1024
+    page = httpx2.get(server.url + problem["type"])
+    assert page.status_code == 200, "the problem's type leads to its page"
+    assert code in page.text
+    assert nothing_is_held(server)
+    assert client.encode(jpeg(64, 64)).rows.shape[0] == 4
+
+
+def test_the_item_at_fault_is_named_and_its_neighbours_are_not_blamed(client):
+    with pytest.raises(BadRequestError) as caught:
+        client.encode([jpeg(), jpeg(seed=1)[:-200], jpeg(seed=2)])
+    assert (caught.value.code, caught.value.item) == ("media_decode_failed", 1)
+
+
+def test_a_bomb_is_refused_before_it_is_decoded(client):
+    file = io.BytesIO()
+    Image.new("1", (14000, 14000)).save(file, "PNG")
+    with pytest.raises(BadRequestError) as caught:
+        client.encode(file.getvalue())
+    assert (caught.value.status, caught.value.code) == (413, "image_too_large")
+
+
+def test_three_megabytes_of_nonsense_are_not_echoed(server):
+    answer = post(server, {"items": [{"type": "image", "data": "!" * 3_000_000}]})
+    assert answer.status_code == 400
+    assert len(answer.content) < 1024
+    assert "!!!!" not in answer.text
+
+
+def test_unknown_and_never_seen(server, client):
+    assert httpx2.get(f"{server.url}/nothing").json()["code"] == "not_found"
+    assert httpx2.put(f"{server.url}/v1/encode").json()["code"] == "method_not_allowed"
+    for ask in (client.status, client.embedding, client.metadata):
+        with pytest.raises(LifecycleError) as caught:
+            ask("never-seen")
+        assert caught.value.status == 404
+
+
+def test_metadata_waits_for_a_request_that_is_yet_to_come(server, client):
+    answers = []
+    with Client(server.url) as other:
+        waiting = threading.Thread(target=lambda: answers.append(other.metadata("to-come", wait=10)))
+        waiting.start()
+        client.hold(jpeg(), req_id="to-come")
+        waiting.join(20)
+    assert answers[0]["rows"] == 64
+    client.release("to-come")
+
+
+def test_equal_ids_at_once_join_or_conflict(server, client):
+    big = jpeg(448, 448, 5)
+    outcomes: list[object] = []
+
+    def call(picture):
+        with Client(server.url) as own:
+            try:
+                outcomes.append(own.encode(picture, req_id="twice").rows)
+            except LifecycleError as error:
+                outcomes.append(error.status)
+
+    threads = [threading.Thread(target=call, args=(picture,)) for picture in (big, big, jpeg(448, 448, 6))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    expected = {True: client.encode(big).rows, False: client.encode(jpeg(448, 448, 6)).rows}
+    for outcome in outcomes:
+        assert isinstance(outcome, int) or any(torch.equal(outcome, rows) for rows in expected.values())
+    assert nothing_is_held(server)
+
+
+def test_a_caller_that_hangs_up_is_noticed(server, client):
+    before = gauges(server).get('encoder_releases_total{reason="client_abort"}', 0)
+    address = (urlsplit(server.url).hostname, urlsplit(server.url).port)
+    body = json.dumps(
+        {"items": [{"type": "image", "data": base64.b64encode(jpeg(448, 448, i)).decode()} for i in range(8)]}
+    )
+    head = (
+        f"POST /v1/encode HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    for _ in range(5):
+        with socket.create_connection(address) as connection:
+            connection.sendall(head.encode() + body.encode())
+    until(lambda: gauges(server).get('encoder_releases_total{reason="client_abort"}', 0) == before + 5)
+    until(lambda: nothing_is_held(server))
+    assert client.encode(jpeg()).rows.shape[0] == 64
+
+
+def test_pages_about_the_service(server, client):
+    assert httpx2.get(f"{server.url}/health/live").json() == {"status": "live"}
+    assert httpx2.get(f"{server.url}/health/ready").status_code == 200
+    (model,) = client.models()
+    assert (model["family"], model["width"], model["dtype"], model["modalities"]) == (
+        "qwen2_5_vl",
+        64,
+        "float32",
+        ["image"],
+    )
+    assert httpx2.get(f"{server.url}/v1/limits").json()["max_live_requests"] == 256
+    document = httpx2.get(f"{server.url}/openapi.json").json()
+    assert {"/v1/encode", "/v1/requests/{req_id}", "/v1/requests/{req_id}/embedding"} <= set(document["paths"])
+    assert "items" in document["components"]["schemas"]["EncodeBody"]["properties"]
+    assert httpx2.get(f"{server.url}/api/errors/request_released").json()["code"] == "request_released"
+
+
+def test_a_server_that_is_not_there(server):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with Client(f"http://127.0.0.1:{port}") as lost, pytest.raises(UnavailableError) as caught:
+        lost.encode(b"x")
+    assert caught.value.code == "server_unreachable"

@@ -1,0 +1,161 @@
+"""The command line: exit codes, start-up mistakes, drain, tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+from safetensors import safe_open
+
+from tectum import Client, TectumError
+from tectum.config import Settings
+from tectum.demo.encoder_process import EncoderProcess
+from tectum.errors import StartupError
+from tests import zoo
+
+
+def tectum(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tectum", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, **environment})
+
+
+@pytest.fixture(scope="module")
+def photograph(tmp_path_factory):
+    path = tmp_path_factory.mktemp("photo") / "photo.png"
+    zoo.picture(224, 224).save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "/no/such/folder"], "model_not_found"),
+        (["serve", "."], "model_not_found"),
+        (["serve", ".", "--host", "0.0.0.0"], "give --token-file"),
+        (["serve", ".", "--port", "99999"], "port"),
+        (["serve", ".", "--fuse", "sometimes"], "fuse"),
+        (["serve", ".", "--device", "cuda:7"], "cuda:7"),
+        (["encode", "x.png", "--out", "x"], "--url"),
+        (["explain", "zzzzzzzz qqqqqq"], "explain --list"),
+    ],
+)
+def test_start_up_mistakes_exit_with_2_and_say_what_is_wrong(arguments, words):
+    done = tectum(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_unsupported_architecture_lists_the_supported_ones(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    done = tectum("serve", str(tmp_path))
+    assert done.returncode == 2
+    assert "Qwen2_5_VLForConditionalGeneration" in done.stderr
+    report = tectum("doctor", str(tmp_path), "--json")
+    assert report.returncode == 2
+    assert json.loads(report.stdout)["model"]["code"] == "unsupported_architecture"
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(tiny):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = tectum("serve", str(tiny), "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 2
+    assert "in use" in done.stderr
+
+
+def test_unknown_environment_variables_are_refused(tiny):
+    done = tectum("serve", str(tiny), TECTUM_REQEST_TTL="1")
+    assert done.returncode == 2
+    assert "TECTUM_REQEST_TTL" in done.stderr
+
+
+def test_settings_come_from_flags_then_environment_then_file(tmp_path, monkeypatch):
+    file = tmp_path / "tectum.toml"
+    file.write_text("port = 1\nrequest_ttl = 5.0\nmax_items = 3\n")
+    monkeypatch.setenv("TECTUM_REQUEST_TTL", "7")
+    monkeypatch.setenv("TECTUM_PORT", "2")
+    settings = Settings.load(file, port=3)
+    assert (settings.port, settings.request_ttl, settings.max_items) == (3, 7.0, 3)
+    file.write_text("prot = 1\n")
+    with pytest.raises(StartupError, match="prot"):
+        Settings.load(file)
+
+
+def test_doctor_knows_the_model(tiny):
+    found = json.loads(tectum("doctor", str(tiny), "--json").stdout)["model"]
+    assert (found["supported"], found["family"], found["width"]) == (True, "qwen2_5_vl", 64)
+    assert found["encoder_bytes"] == found["encoder_parameters"] * 4
+
+
+def test_encode_here_and_there_write_the_same_rows(tiny, server, photograph, tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    assert (
+        tectum("encode", str(photograph), "--model", str(tiny), "--out", str(here), "--forward-threads", "1").returncode
+        == 0
+    )
+    assert tectum("encode", str(photograph), str(photograph), "--url", server.url, "--out", str(there)).returncode == 0
+    with safe_open(here, "pt") as one, safe_open(there, "pt") as two:
+        assert one.get_tensor("rows").shape == (64, 64)
+        assert two.get_tensor("item_rows").tolist() == [64, 64]
+    missing = tectum("encode", "no-such.png", "--url", server.url, "--out", str(there))
+    assert missing.returncode == 1
+    assert "no-such.png" in missing.stderr
+    assert "item 0" in missing.stderr
+
+
+def test_sigterm_finishes_what_was_accepted_refuses_the_rest_and_exits_0(tiny):
+    with (
+        EncoderProcess(tiny, "--forward-threads", "1", "--drain-timeout", "20") as process,
+        Client(process.url) as client,
+    ):
+        client.hold(zoo.picture(64, 64), req_id="held")
+        outcomes: list[object] = []
+
+        def work():
+            with Client(process.url) as own:
+                outcomes.append(own.encode([zoo.picture(448, 448, i) for i in range(12)], req_id="busy").rows.shape[0])
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        client.metadata("busy", wait=20)
+        os.kill(process.pid, signal.SIGTERM)
+        while True:  # until the signal has arrived
+            try:
+                client.encode(zoo.picture(64, 64))
+            except TectumError as error:
+                assert (error.status, error.code) == (503, "shutting_down")
+                break
+        assert client.embedding("held").rows.shape[0] == 4, "held rows can still be pulled"
+        thread.join(30)
+        assert outcomes == [12 * 256]
+        assert process.wait(20) == 0
+
+
+def test_a_drain_that_runs_out_of_time_fails_what_is_left_and_exits_in_time(tiny):
+    with (
+        EncoderProcess(tiny, "--forward-threads", "1", "--drain-timeout", "1") as process,
+        Client(process.url) as client,
+    ):
+        client.hold(zoo.picture(64, 64), req_id="nobody pulls".replace(" ", "-"))
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(10) == 1
+    assert any("unfinished" in line for line in process.lines)
+
+
+def test_a_token_guards_everything_but_the_probes(tiny, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("sesame\n")
+    with EncoderProcess(tiny, "--token-file", str(token)) as process:
+        with Client(process.url) as stranger, pytest.raises(TectumError) as caught:
+            stranger.models()
+        assert (caught.value.status, caught.value.code) == (401, "unauthorized")
+        with Client(process.url, token="sesame") as friend:
+            assert friend.models()[0]["object"] == "model"

@@ -1,0 +1,71 @@
+"""What the project promises about itself: a light base install, no unpickling, dependencies that are accounted for."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+
+@pytest.mark.parametrize(
+    "module", ["tectum", "tectum.engines.client", "tectum.engines.transformers", "tectum.delivery.wire", "tectum.cli"]
+)
+def test_the_base_install_imports_nothing_heavy(module):
+    heavy = "torch transformers torchvision fastapi PIL uvicorn"
+    program = f"import sys, {module}; print([name for name in {heavy.split()} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_nothing_is_unpickled_or_evaluated():
+    forbidden = {"pickle", "dill", "marshal", "shelve", "cloudpickle", "joblib"}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [a.name for a in node.names] + [getattr(node, "module", None) or ""]
+                assert not forbidden & {name.split(".")[0] for name in names}, path
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in ("eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load"), path
+                keywords = {k.arg: ast.unparse(k.value) for k in node.keywords if k.arg}
+                assert keywords.get("trust_remote_code") in (None, "False"), path
+
+
+def test_every_dependency_is_explained_and_pinned():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + [d for extra in project["optional-dependencies"].values() for d in extra]
+    names = {re.split(r"[<>=!;\[ ]", requirement)[0] for requirement in wanted}
+    explained = set(re.findall(r"^\| `([\w-]+)` \|", (ROOT / "docs" / "dependencies.md").read_text(), re.MULTILINE))
+    pinned = {
+        line.split("==")[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines()
+    }
+    assert names == explained
+    assert {name.lower() for name in names} <= pinned
+    assert not re.search(r"\+cpu|://|/opt|find-links", (ROOT / "constraints.txt").read_text())
+
+
+def test_imports_keep_their_direction():
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_folder_of_the_house_is_on_the_map():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for folder in sorted(p.name for p in (ROOT / "src" / "tectum").iterdir() if p.is_dir() and p.name != "__pycache__"):
+        assert f"`{folder}/`" in text, f"docs/architecture.md does not mention {folder}/"
+    for target in set(re.findall(r"make ([a-z-]+)", (ROOT / "README.md").read_text())):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
