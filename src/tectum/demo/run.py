@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
@@ -159,7 +160,10 @@ def _report(
         sys.stdout.write(json.dumps(summary) + "\n")
         return
     table = Table(
-        title=f"encoder process {encoder_pid} → receiver process {os.getpid()}, times in ms", title_justify="left"
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        title=f"encoder process {encoder_pid} → receiver process {os.getpid()}, times in ms",
+        title_justify="left",
     )
     for name in ("picture", "grid", "rows", *STAGES, "rows", "logits"):
         table.add_column(name, justify="right" if name in STAGES else "left", no_wrap=True)
@@ -172,9 +176,9 @@ def _report(
 
 def _cells(comparison: Comparison) -> list[str]:
     one = len(comparison.pictures) == 1
-    grid = "×".join(str(side) for side in comparison.grid_thw[0][1:]) if one else f"{len(comparison.pictures)} grids"
+    grid = "×".join(str(side) for side in comparison.grid_thw[0][1:]) if one else "each"
     return [
-        comparison.pictures[0] if one else f"all {len(comparison.pictures)}, one prompt",
+        comparison.pictures[0] if one else f"all {len(comparison.pictures)} together",
         grid,
         str(comparison.rows),
         *(f"{comparison.milliseconds[stage]:.1f}" for stage in STAGES),
