@@ -161,6 +161,7 @@ def _report(
         return
     table = Table(
         box=SIMPLE_HEAD,
+        collapse_padding=True,
         pad_edge=False,
         title=f"encoder process {encoder_pid} → receiver process {os.getpid()}, times in ms",
         title_justify="left",
