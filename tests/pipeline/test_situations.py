@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
@@ -256,6 +257,62 @@ def test_a_failed_stage_tells_caller_waiter_and_receiver_its_own_status(stage):
         assert work.notified == [("tcp://one", error)]
 
     scenario(test)
+
+
+def test_a_failure_while_reporting_never_hides_the_first_one():
+    class Broken:
+        def ended(self, job, reason, error, seconds):
+            raise RuntimeError("the observer is broken")
+
+    async def test(pipeline, work):
+        pipeline._observers = (Broken(),)
+
+        async def broken_notify(req_id, destination, error):
+            raise ConnectionResetError("the receiver is gone too")
+
+        work.notify = broken_notify
+        gate = work.gate("prepare", "r")
+        gate.outcome = BadRequestError("media_decode_failed", "The JPEG picture is truncated", item=0)
+        gate.open.set()
+        receiver = start(pipeline.register_destinations("r", [ONE], 1))
+        await refused(inline(pipeline, request()), "media_decode_failed", 400)
+        await receiver
+        assert await inline(pipeline, request("next")) == b"picture"
+
+    scenario(test)
+
+
+def test_ten_thousand_requests_with_random_ends_leave_nothing_behind():
+    async def test(pipeline, work):
+        rng = random.Random(0)
+
+        async def one(number):
+            name = f"r{number}"
+            end = rng.choice(["deliver", "cancel", "release", "fail", "expire", "pull"])
+            if end == "fail":
+                work.member_errors[name] = InternalError("row_mismatch", "planted")
+            encode = inline(pipeline, request(name)) if end in ("deliver", "fail") else hold(pipeline, request(name))
+            call = start(encode)
+            if end == "cancel":
+                await asyncio.sleep(0)
+                call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            if end == "release":
+                pipeline.release_request(name)
+            elif end == "pull":
+                async with pipeline.pull(name):
+                    pass
+
+        for first in range(0, 10_000, 50):
+            await asyncio.gather(*(one(number) for number in range(first, first + 50)))
+        await asyncio.sleep(30)
+        assert (len(pipeline.ledger), pipeline.ledger.staged_bytes, pipeline.ledger.queued_patches) == (0, 0, 0)
+        books = [pipeline._jobs, pipeline._futures, pipeline.ledger._waiting, pipeline.ledger._orphans, work.held]
+        assert [len(book) for book in books] == [0] * 5
+        assert len(pipeline.ledger._timers) < 100
+        assert len(pipeline.ledger._tombstones) <= 1000
+
+    scenario(test, request_ttl=20, max_live_requests=10_000, max_staged_bytes=1 << 30, max_tombstones=1000)
 
 
 def test_in_a_fused_batch_only_the_culprit_fails():

@@ -9,6 +9,7 @@ import json
 import socket
 import threading
 import time
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx2
@@ -230,6 +231,18 @@ def test_a_caller_that_hangs_up_is_noticed(server, client):
     until(lambda: gauges(server).get('encoder_releases_total{reason="client_abort"}', 0) == before + 5)
     until(lambda: nothing_is_held(server))
     assert client.encode(jpeg()).rows.shape[0] == 64
+
+
+def test_an_idle_server_uses_no_cpu(server, client):
+    client.encode(jpeg())
+
+    def ticks() -> int:
+        fields = Path(f"/proc/{server.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return int(fields[11]) + int(fields[12])
+
+    before = ticks()
+    time.sleep(3)  # the measured time itself
+    assert ticks() - before <= 1, "something polls"
 
 
 def test_pages_about_the_service(server, client):

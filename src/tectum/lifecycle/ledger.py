@@ -363,6 +363,7 @@ class Ledger:
             del self._lives[request.life]
             if request.metadata is not None:
                 self.staged_bytes -= request.metadata.nbytes
+            self._drop_idle_timers()
 
     def _after_life(self, event: Event, effects: list[Effect]) -> None:
         """An event for a life that holds nothing any more: asking is refused, leaving is fine, the rest cannot be."""
@@ -517,9 +518,13 @@ class Ledger:
             return
         self._sequence += 1
         heapq.heappush(self._timers, (due, self._sequence, key))
+        self._drop_idle_timers()
+
+    def _drop_idle_timers(self) -> None:
+        """Forget timers of what ended early, once they are most of them: memory follows what lives, at little cost."""
         if len(self._timers) > 64 + 4 * (len(self._lives) + len(self._waiting) + len(self._orphans)):
             self._timers = [timer for timer in self._timers if self._awaited(timer[2])]
-            heapq.heapify(self._timers)  # timers of what ended early are dropped, so that memory stays flat
+            heapq.heapify(self._timers)
 
     def _awaited(self, key: str | int) -> bool:
         if isinstance(key, str):

@@ -381,8 +381,8 @@ class Pipeline:
                 job.staged = result
                 self._handle(Encoded(job.life))
 
-    async def _push(self, job: Job, destination: Destination) -> None:
-        """One delivery to one registered receiver, within its own bound."""
+    async def send_to_destination(self, job: Job, destination: Destination) -> None:
+        """One delivery to one registered receiver, within its own bound. Its use is counted already; it never releases."""
         assert job.staged is not None, "only staged rows are sent"
         error: TectumError | None = None
         try:
@@ -438,7 +438,7 @@ class Pipeline:
             future.set_exception(effect.error)
 
     def _on_start_send(self, effect: StartSend) -> None:
-        self._spawn(self._push(self._jobs[effect.life], _destination(effect.address)))
+        self._spawn(self.send_to_destination(self._jobs[effect.life], _destination(effect.address)))
 
     def _on_notify(self, effect: Notify) -> None:
         self._spawn(self._tell(effect.req_id, _destination(effect.address), effect.error))

@@ -1,0 +1,103 @@
+"""The real stages around the real encoder: what fails for one member of a batch fails for it alone."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import pytest
+import torch
+
+from tectum.config import Settings
+from tectum.errors import BadRequestError, UnavailableError
+from tectum.models.load import load_adapter
+from tectum.pipeline.pipeline import Staged
+from tectum.pipeline.stages import Stages
+from tectum.types import EncodeRequest, MediaItem, Modality
+from tests import zoo
+
+
+def picture_request(req_id: str, *pictures: bytes) -> EncodeRequest:
+    return EncodeRequest(req_id, tuple(MediaItem(Modality.IMAGE, data=data) for data in pictures))
+
+
+def png(width: int, height: int, seed: int = 0) -> bytes:
+    file = io.BytesIO()
+    zoo.picture(width, height, seed).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny):
+    return load_adapter(str(tiny), device="cpu")
+
+
+def with_stages(adapter, test, **settings):
+    async def main():
+        async with Stages(adapter, Settings.load(forward_threads=1, **settings)) as stages:
+            await test(stages)
+            assert (stages.pool.leases, stages.pool.leased_bytes) == (0, 0)
+
+    asyncio.run(main())
+
+
+def test_staging_that_fails_half_way_through_a_batch_fails_only_what_did_not_fit(adapter):
+    async def test(stages):
+        parts = [await stages.prepare(picture_request(name, png(224, 224, i))) for i, name in enumerate("abc")]
+        one = parts[0].metadata.nbytes
+        stages.pool.max_bytes = 2 * one
+        first, second, third = await stages.encode(parts)
+        assert isinstance(first, Staged)
+        assert isinstance(second, Staged)
+        assert isinstance(third, UnavailableError)
+        assert third.code == "overloaded"
+        for staged in (first, second):
+            stages.free(staged)
+
+    with_stages(adapter, test)
+
+
+def test_staged_rows_are_those_of_the_adapter_and_cost_is_timed(adapter):
+    async def test(stages):
+        part = await stages.prepare(picture_request("r", png(224, 224), png(100, 60)))
+        (staged,) = await stages.encode([part])
+        (expected,) = adapter.encode([part.inputs])
+        (rows,) = staged.lease.arrays()
+        assert torch.equal(rows, expected.rows)
+        assert rows.data_ptr() != expected.rows.data_ptr()
+        assert set(part.seconds) == {"fetch", "prepare"}
+        stages.free(staged)
+
+    with_stages(adapter, test)
+
+
+def test_a_bad_item_is_named_by_its_index(adapter):
+    async def test(stages):
+        with pytest.raises(BadRequestError) as caught:
+            await stages.prepare(picture_request("r", png(64, 64), png(64, 64)[:80]))
+        assert caught.value.item == 1
+
+    with_stages(adapter, test)
+
+
+def test_out_of_memory_is_that_batches_error_and_retryable(adapter):
+    """No device here can run out on demand: the error itself is raised where the forward would raise it."""
+
+    async def test(stages):
+        part = await stages.prepare(picture_request("r", png(64, 64)))
+        real = adapter.encode
+
+        def exhausted(batch):
+            raise torch.OutOfMemoryError("CUDA out of memory at 0x7f0012345678")
+
+        adapter.encode = exhausted
+        try:
+            with pytest.raises(UnavailableError) as caught:
+                await stages.encode([part])
+        finally:
+            adapter.encode = real
+        assert (caught.value.status, caught.value.code, caught.value.retryable) == (503, "out_of_memory", True)
+        (staged,) = await stages.encode([part])
+        stages.free(staged)
+
+    with_stages(adapter, test)
