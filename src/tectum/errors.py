@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_TEXT = 200
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
+_ADDRESS = re.compile(r"(?<![0-9A-Za-z])0x[0-9a-fA-F]{4,}")
 
 
 @dataclass(frozen=True, slots=True)

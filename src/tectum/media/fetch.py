@@ -58,33 +58,46 @@ class Fetcher:
     async def _follow(self, url: str) -> bytes:
         for _ in range(self._policy.max_redirects + 1):
             target = parse_target(url, self._policy)
-            address = await self._resolve(target)
-            async with self._client.stream(
-                "GET",
-                f"{target.scheme}://{_bracketed(address)}:{target.port}{target.path}",
-                headers={"Host": target.origin, "Accept": "*/*", "Accept-Encoding": "identity"},
-                extensions={"sni_hostname": target.host},
-            ) as response:
-                location = response.headers.get("location")
-                if response.status_code in _REDIRECTS and location:
-                    url = urljoin(f"{target.scheme}://{target.origin}{target.path}", location)
-                    continue
-                return await self._body(response)
+            found = await self._get(target, await self._resolve(target))
+            if isinstance(found, bytes):
+                return found
+            url = urljoin(f"{target.scheme}://{target.origin}{target.path}", found)
         raise BadRequestError(
             "media_fetch_failed", f"The media URL redirects more than {self._policy.max_redirects} times"
         )
 
-    async def _resolve(self, target: Target) -> str:
-        """One checked address. Every address of the name must be allowed: a name may not mix public and private ones."""
+    async def _get(self, target: Target, addresses: list[str]) -> bytes | str:
+        """The body, or where a redirect leads; from the first address that takes the connection."""
+        for address in addresses[:-1]:
+            try:
+                return await self._get_from(target, address)
+            except httpx2.ConnectError:
+                continue
+        return await self._get_from(target, addresses[-1])
+
+    async def _get_from(self, target: Target, address: str) -> bytes | str:
+        async with self._client.stream(
+            "GET",
+            f"{target.scheme}://{_bracketed(address)}:{target.port}{target.path}",
+            headers={"Host": target.origin, "Accept": "*/*", "Accept-Encoding": "identity"},
+            extensions={"sni_hostname": target.host},
+        ) as response:
+            location = response.headers.get("location")
+            if response.status_code in _REDIRECTS and location:
+                return str(location)
+            return await self._body(response)
+
+    async def _resolve(self, target: Target) -> list[str]:
+        """Checked addresses. All of a name's must be allowed: a name may not mix public and private ones."""
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
         except OSError:
             raise BadRequestError("media_fetch_failed", "The host of the media URL cannot be resolved") from None
-        addresses = [str(entry[4][0]) for entry in found]
+        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
         for address in addresses:
             check_address(address, self._policy)
-        return addresses[0]
+        return addresses
 
     async def _body(self, response: httpx2.Response) -> bytes:
         if response.status_code != 200:

@@ -10,9 +10,9 @@ import io
 import warnings
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
-from tectum.errors import BadRequestError
+from tectum.errors import BadRequestError, TectumError
 from tectum.media.policy import MediaPolicy
 from tectum.media.sniff import picture_format
 
@@ -20,6 +20,16 @@ Image.MAX_IMAGE_PIXELS = None  # our own cap is read from the header, and says w
 warnings.filterwarnings("ignore", module=r"PIL\.")  # of damaged metadata: the pixels decide
 _WHITE = (255, 255, 255, 255)
 _ORIENTATION = 0x0112
+#: EXIF orientation -> how to turn the picture upright
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 def decode_image(data: bytes, policy: MediaPolicy) -> Image.Image:
@@ -33,9 +43,11 @@ def decode_image(data: bytes, policy: MediaPolicy) -> Image.Image:
         _check_size(picture, policy)
         picture.load()
         return _as_shown(picture)
-    except (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, OverflowError, MemoryError) as error:
-        kind = "truncated or damaged" if not isinstance(error, UnidentifiedImageError) else "not readable"
-        raise BadRequestError("media_decode_failed", f"The {name} picture is {kind} and cannot be decoded") from None
+    except TectumError:
+        raise
+    except Exception:  # decoders raise whatever they like on damaged input; all of it is the picture's fault
+        text = f"The {name} picture is truncated or damaged and cannot be decoded"
+        raise BadRequestError("media_decode_failed", text) from None
 
 
 def _check_size(picture: Image.Image, policy: MediaPolicy) -> None:
@@ -47,9 +59,9 @@ def _check_size(picture: Image.Image, policy: MediaPolicy) -> None:
 
 def _as_shown(picture: Image.Image) -> Image.Image:
     """RGB, upright. A plain RGB picture is passed on without a copy."""
-    orientation = picture.getexif().get(_ORIENTATION, 1)
-    if orientation in (2, 3, 4, 5, 6, 7, 8):
-        picture = ImageOps.exif_transpose(picture)
+    turn = _UPRIGHT.get(picture.getexif().get(_ORIENTATION, 1))
+    if turn is not None:  # by hand: Pillow's own way writes the metadata anew, and fails where it is damaged
+        picture = picture.transpose(turn)
     if picture.mode == "RGB" and "transparency" not in picture.info:
         return picture
     if picture.mode.startswith(("I", "F")):

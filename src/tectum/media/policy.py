@@ -16,6 +16,9 @@ from tectum.errors import BadRequestError
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 #: public by number, but answered by a cloud's own platform to machines inside it
 _PLATFORM_ADDRESSES = frozenset({"168.63.129.16"})
+#: networks whose last 32 bits are an IPv4 address: compatible, translated, NAT64
+_ENDS_IN_IPV4 = tuple(ipaddress.IPv6Network(text) for text in ("::/96", "::ffff:0:0:0/96", "64:ff9b::/96"))
+_LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -62,10 +65,12 @@ def parse_target(url: str, policy: MediaPolicy) -> Target:
         raise refused(f"scheme {split.scheme[:20]!r} is not fetched; use https:, http: or data:")
     if split.scheme == "http" and not policy.allow_http:
         raise refused("plain http: is turned off here; use https:")
+    if port == 0:
+        raise refused("port 0 is no port")
     if "@" in split.netloc:
         raise refused("it holds user information")
     path = (split.path or "/") + (f"?{split.query}" if split.query else "")
-    return Target(split.scheme, _host(split), port or _DEFAULT_PORTS[split.scheme], path)
+    return Target(split.scheme, _host(split), _DEFAULT_PORTS[split.scheme] if port is None else port, path)
 
 
 def _host(split: SplitResult) -> str:
@@ -96,14 +101,15 @@ def check_address(address: str, policy: MediaPolicy) -> None:
         raise refused("it leads to a multicast or unspecified address")
     if policy.allow_private_urls:
         return
-    if any(not part.is_global or str(part) in _PLATFORM_ADDRESSES for part in parts):
+    local = isinstance(found, ipaddress.IPv6Address) and (found.is_site_local or found in _LOCAL_NAT64)
+    if local or any(not part.is_global or str(part) in _PLATFORM_ADDRESSES for part in parts):
         raise refused(
             "it leads to a private, loopback, link-local or reserved address (--allow-private-urls permits it)"
         )
 
 
 def _embedded(address: Address) -> Address | None:
-    """The IPv4 address inside a mapped, 6to4, Teredo or NAT64 one."""
+    """The IPv4 address inside a mapped, compatible, translated, 6to4, Teredo or NAT64 one."""
     if isinstance(address, ipaddress.IPv4Address):
         return None
     if address.ipv4_mapped is not None:
@@ -112,7 +118,7 @@ def _embedded(address: Address) -> Address | None:
         return address.sixtofour
     if address.teredo is not None:
         return address.teredo[1]
-    if address in ipaddress.IPv6Network("64:ff9b::/96"):
+    if any(address in network for network in _ENDS_IN_IPV4) and int(address) > 1:
         return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     return None
 

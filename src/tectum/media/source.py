@@ -96,7 +96,10 @@ def _read_file(url: str, policy: MediaPolicy) -> bytes:
     """A file under the allowed folder, after all symbolic links are resolved."""
     if policy.allowed_media_dir is None:
         raise refused("file: URLs are not read here (--allowed-media-dir permits one folder)")
-    split = urlsplit(url)
+    try:
+        split = urlsplit(url)
+    except ValueError:
+        raise refused("it is malformed") from None
     if split.netloc not in ("", "localhost") or split.query or split.fragment:
         raise refused("the file: URL names a host, a query or a fragment")
     try:
