@@ -34,6 +34,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     arguments = parser.parse_args()
+    if arguments.seeds is None:
+        arguments.seeds = 10_000 if arguments.mutants else 2000
     if arguments.bench:
         return report({"ledger": bench()}, arguments.json, True)
     if arguments.mutants:

@@ -29,7 +29,7 @@ def test_no_seed_breaks_a_rule(run_seed, seeds):
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
 def test_every_planted_bug_is_caught(mutant):
     assert source(mutant.file).count(mutant.old) == 1, "the line to change is gone, or there are several"
-    assert hunt(mutant, 6000)["caught"], "the simulator does not see this bug"
+    assert hunt(mutant, 10_000)["caught"], "the simulator does not see this bug"
 
 
 def test_a_seed_replays_exactly():
