@@ -203,7 +203,7 @@ def _release_life(world: World, number: int, kind: int) -> None:
 
 
 def _advance(world: World, tenths: int) -> None:
-    world.advance((tenths % 120) / 10)
+    world.advance((tenths % 120 if tenths % 3 else tenths % 260) / 10)
 
 
 def _close(world: World, hard: int) -> None:
