@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import signal
@@ -9,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from safetensors import safe_open
@@ -159,3 +162,30 @@ def test_a_token_guards_everything_but_the_probes(tiny, tmp_path):
         assert (caught.value.status, caught.value.code) == (401, "unauthorized")
         with Client(process.url, token="sesame") as friend:
             assert friend.models()[0]["object"] == "model"
+
+
+def test_a_reader_that_stalls_does_not_hold_its_rows_for_ever(tiny):
+    """48 pictures of 256 rows make an answer that fits into no socket buffer; the reader takes none of it."""
+    flags = ("--forward-threads", "1", "--send-timeout", "1", "--log-level", "warning")
+    with EncoderProcess(tiny, *flags) as process, Client(process.url) as client:
+        address = process.url.removeprefix("http://").split(":")
+        picture = base64.b64encode(png(zoo.picture(448, 448))).decode()
+        body = json.dumps({"req_id": "stalled", "items": [{"type": "image", "data": picture}] * 48}).encode()
+        head = f"POST /v1/encode HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.socket() as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect((address[0], int(address[1])))
+            reader.sendall(head.encode() + body)
+            client.metadata("stalled", wait=30)
+            deadline = time.monotonic() + 30
+            while client.status("stalled")["state"] != "released":
+                assert time.monotonic() < deadline, "the stalled reader still holds its rows"
+                time.sleep(0.05)  # another process: there is nothing to wait on
+            assert client.status("stalled")["reason"] == "client_abort"
+        assert client.encode(zoo.picture(64, 64)).rows.shape[0] == 4
+
+
+def png(picture) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()

@@ -88,7 +88,7 @@ class Settings(BaseSettings):
         256, ge=1, le=1_000_000, description="Most live requests; more are refused with 503."
     )
     max_queued_patches: int = Field(
-        1_048_576, ge=1, le=1_000_000_000, description="Most input patches waiting for a forward; more are refused."
+        524_288, ge=1, le=1_000_000_000, description="Most input patches waiting for a forward; more are refused."
     )
     max_staged_bytes: int = Field(
         1024 * MIB,

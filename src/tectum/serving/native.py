@@ -28,15 +28,16 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class Answer(Response):
-    """A response that is worked out while the caller waits: a hang-up cancels the work."""
+    """A response that is worked out while the caller waits: a hang-up, or a reader that stalls, cancels the work."""
 
-    def __init__(self, work: Callable[[Caller], Awaitable[None]]) -> None:
+    def __init__(self, work: Callable[[Caller], Awaitable[None]], patience: float) -> None:
         super().__init__()
         self._work = work
+        self._patience = patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with Caller(receive, send).watched() as caller:
+            async with Caller(receive, send, self._patience).watched() as caller:
                 await self._work(caller)
         except CallerGoneError:
             pass  # the lifecycle has been told by the cancelled block; nobody is left to answer
@@ -72,8 +73,8 @@ def router(pipeline: Pipeline, settings: Settings) -> APIRouter:
         encode_request = await read_encode_request(request, settings)
         request.state.req_id = encode_request.req_id
         if encode_request.delivery == "hold":
-            return Answer(lambda caller: _hold(pipeline, encode_request, caller))
-        return Answer(lambda caller: _inline(pipeline, encode_request, caller))
+            return Answer(lambda caller: _hold(pipeline, encode_request, caller), settings.send_timeout)
+        return Answer(lambda caller: _inline(pipeline, encode_request, caller), settings.send_timeout)
 
     @api.get("/requests/{req_id}", summary="State of a request", responses=_ERRORS)
     async def status(req_id: str) -> JSONResponse:
@@ -94,7 +95,7 @@ def router(pipeline: Pipeline, settings: Settings) -> APIRouter:
             found = await pipeline.wait(req_id, Milestone.METADATA, seconds)
             await caller.answer(200, {"content-type": "application/json"}, json.dumps(found.to_json()).encode())
 
-        return Answer(work)
+        return Answer(work, settings.send_timeout)
 
     @api.get("/requests/{req_id}/embedding", summary="Pull the held rows", responses=_ERRORS)
     async def embedding(request: Request, req_id: str) -> Response:
@@ -105,7 +106,7 @@ def router(pipeline: Pipeline, settings: Settings) -> APIRouter:
             async with pipeline.pull(req_id) as job:
                 await _answer_rows(caller, job)
 
-        return Answer(work)
+        return Answer(work, settings.send_timeout)
 
     @api.delete("/requests/{req_id}", summary="Release a request", responses=_ERRORS)
     async def release(req_id: str) -> JSONResponse:

@@ -13,15 +13,16 @@ CHUNK = 1024 * 1024
 
 
 class CallerGoneError(Exception):
-    """The caller closed its connection; nobody is left to answer."""
+    """The caller closed its connection, or stopped reading; nobody is left to answer."""
 
 
 class Caller:
-    """One HTTP caller that waits for its answer."""
+    """One HTTP caller that waits for its answer. patience: seconds that it may take to read it."""
 
-    def __init__(self, receive: Receive, send: Send) -> None:
+    def __init__(self, receive: Receive, send: Send, patience: float) -> None:
         self._receive = receive
         self._send = send
+        self._patience = patience
         self._answered = False
 
     @asynccontextmanager
@@ -51,7 +52,17 @@ class Caller:
             watcher.cancel()
 
     async def answer(self, status: int, headers: dict[str, str], body: bytes | memoryview) -> None:
-        """Send the whole answer. Returns when it has left for the caller; a hang-up before that cancels the block."""
+        """Send the whole answer. Returns when it has left for the caller; a hang-up before that cancels the block.
+
+        Raises CallerGoneError when the caller does not read it in time: rows must not be held by a stalled reader.
+        """
+        try:
+            async with asyncio.timeout(self._patience):
+                await self._answer(status, headers, body)
+        except TimeoutError:
+            raise CallerGoneError from None
+
+    async def _answer(self, status: int, headers: dict[str, str], body: bytes | memoryview) -> None:
         head = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
         head.append((b"content-length", str(len(body)).encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": head})
