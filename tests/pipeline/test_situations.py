@@ -8,6 +8,7 @@ import random
 import pytest
 
 from tectum.errors import BadRequestError, DeliveryError, InternalError, TectumError
+from tectum.lifecycle.ledger import Limits
 from tectum.lifecycle.machine import Milestone
 from tectum.types import Destination
 from tests.pipeline.harness import hold, inline, request, scenario, start
@@ -336,6 +337,19 @@ def test_in_a_fused_batch_only_the_culprit_fails():
         assert work.forwards[1:] == [["good", "bad", "short", "fine"], ["good"], ["bad"], ["short"], ["fine"]]
 
     scenario(test, fuse=True)
+
+
+def test_a_request_that_does_not_fit_is_refused_and_the_next_is_served():
+    async def test(pipeline, work):
+        await refused(inline(pipeline, request("large")), "request_too_large", 413)
+        pipeline.ledger.limits = Limits(max_staged_bytes=4 * 8 * 4)  # exactly one request's rows
+        await hold(pipeline, request("kept"))
+        await refused(inline(pipeline, request("one too many")), "overloaded", 503)
+        pipeline.release_request("kept")
+        assert await inline(pipeline, request("next")) == b"picture"
+        assert work.forwards == [["kept"], ["next"]]
+
+    scenario(test, max_staged_bytes=100)
 
 
 def test_deadline_and_expiry_come_on_time():

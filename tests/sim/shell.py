@@ -223,7 +223,7 @@ async def _scenario(seed: int, checkers: list[Checker], trace: list[Any]) -> Wor
     rng = random.Random(seed)
     work = FakeWork(random.Random(seed + 1))
     batcher = Batcher(fuse=rng.random() < 0.5, batch_patches=64)
-    limits = L.Limits(**{**LIMITS, "max_live_requests": 5, "max_staged_bytes": 500})  # type: ignore[arg-type]
+    limits = L.Limits(**{**LIMITS, "max_live_requests": 5, "max_staged_bytes": 200, "max_queued_patches": 60})  # type: ignore[arg-type]
     pipeline = Pipeline(work, limits, batcher, send_timeout=10.0)
     watcher = Watcher(pipeline.ledger, checkers)
     watcher.world.trace = trace

@@ -153,6 +153,7 @@ class Pipeline:
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
         self._work_waits = asyncio.Event()
         self._drained = asyncio.Event()
         self._encode_loop: asyncio.Task[None] | None = None
@@ -331,18 +332,24 @@ class Pipeline:
             job.seconds.update(prepared.seconds)
             job.prepared_at = time.perf_counter()
             self._handle(Prepared(job.life, prepared.metadata))
-            self._batcher.put(job)  # released in the meantime? EncodeStarted will be refused
-            self._work_waits.set()
+            if (
+                job.life in self._jobs
+            ):  # refused for its size, or released in the meantime: then it holds nothing any more
+                self._batcher.put(job)
+                self._work_waits.set()
 
     async def _encode_forever(self) -> None:
-        """Keep the forward busy while anything waits for it."""
+        """Keep the forward busy while anything waits for it. A defect met on one batch never stops the others."""
         while True:
             await self._work_waits.wait()
-            batch = [job for job in self._batcher.take() if self._may(EncodeStarted(job.life))]
-            if not len(self._batcher):
-                self._work_waits.clear()
-            if batch:
-                await self._encode(batch)
+            try:
+                batch = [job for job in self._batcher.take() if self._may(EncodeStarted(job.life))]
+                if not len(self._batcher):
+                    self._work_waits.clear()
+                if batch:
+                    await self._encode(batch)
+            except Exception:
+                log.exception("a defect in the encode loop; its batch ends by its deadline")
 
     async def _encode(self, batch: list[Job]) -> None:
         """One forward. A batch that fails as a whole is retried one by one, so that only the culprit fails (R15)."""
@@ -496,10 +503,12 @@ class Pipeline:
         """One timer, for the earliest thing that waits for time; an idle pipeline has none."""
         due = self.ledger.next_due()
         if self._timer is not None:
-            if due is not None and self._timer.when() <= due:
+            if due is not None and self._timer_due <= due:  # not the handle's own `when`: some loops round it
                 return
             self._timer.cancel()
-        self._timer = None if due is None else self._loop.call_at(due, self._on_time)
+        self._timer = None
+        if due is not None:
+            self._timer, self._timer_due = self._loop.call_at(due, self._on_time), due
 
     def _on_time(self) -> None:
         self._timer = None
