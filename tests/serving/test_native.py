@@ -194,6 +194,16 @@ def test_metadata_waits_for_a_request_that_is_yet_to_come(server, client):
     client.release("to-come")
 
 
+@pytest.mark.parametrize("req_id", ["a/b", "..", "x" * 257, "ünïcode", "a b"])
+def test_ids_that_cannot_stand_in_a_url_are_refused_everywhere(server, req_id):
+    answer = post(server, {"items": [{"type": "image", "data": "AAAA"}], "req_id": req_id})
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_request")
+    for method in ("GET", "DELETE"):
+        answer = httpx2.request(method, f"{server.url}/v1/requests/{req_id}")
+        assert answer.status_code in (400, 404)
+        assert len(answer.content) < 1024
+
+
 def test_equal_ids_at_once_join_or_conflict(server, client):
     big = jpeg(448, 448, 5)
     outcomes: list[object] = []

@@ -480,6 +480,7 @@ class Pipeline:
     def _new_waiter(self) -> tuple[int, asyncio.Future[Any]]:
         waiter = next(self._numbers)
         future = self._futures[waiter] = self._loop.create_future()
+        future.add_done_callback(_looked_at)
         return waiter, future
 
     def _forget(self, waiter: int, event: LedgerEvent) -> None:
@@ -523,6 +524,12 @@ class Pipeline:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _looked_at(future: asyncio.Future[Any]) -> None:
+    """An answer that comes in the very tick in which its caller left is nobody's, and no defect."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _prepared(job: Job) -> PreparedPart:

@@ -13,7 +13,9 @@ from tectum.config import MIB, Settings
 from tectum.errors import BadRequestError
 from tectum.types import EncodeRequest, MediaItem, Modality
 
-ReqId = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
+#: an id stands in URLs, logs and error frames: plain characters only
+REQ_ID = r"^[A-Za-z0-9_][A-Za-z0-9._:@+=~-]*$"
+ReqId = Annotated[str, Field(min_length=1, max_length=256, pattern=REQ_ID)]
 
 
 class ItemBody(BaseModel):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -15,10 +15,11 @@ from tectum.config import Settings
 from tectum.delivery import wire
 from tectum.lifecycle.machine import Milestone, Reason
 from tectum.pipeline.pipeline import Job, Pipeline
-from tectum.serving.bodies import EncodeBody, read_encode_request
+from tectum.serving.bodies import REQ_ID, EncodeBody, read_encode_request
 from tectum.serving.presence import Caller, CallerGoneError
 from tectum.types import EncodeRequest
 
+InPath = Annotated[str, Path(max_length=256, pattern=REQ_ID, description="Id of a request.")]
 SAFETENSORS = "application/x-safetensors"
 _PROBLEM = {"content": {"application/problem+json": {"schema": {"type": "object"}}}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -77,14 +78,14 @@ def router(pipeline: Pipeline, settings: Settings) -> APIRouter:
         return Answer(lambda caller: _inline(pipeline, encode_request, caller), settings.send_timeout)
 
     @api.get("/requests/{req_id}", summary="State of a request", responses=_ERRORS)
-    async def status(req_id: str) -> JSONResponse:
+    async def status(req_id: InPath) -> JSONResponse:
         """Its state while it lives; the reason and age of its release for some time after."""
         return JSONResponse(pipeline.status(req_id))
 
     @api.get("/requests/{req_id}/metadata", summary="Rows, width, dtype and grid of a request", responses=_ERRORS)
     async def metadata(
         request: Request,
-        req_id: str,
+        req_id: InPath,
         wait: float = Query(0.0, ge=0, description="Seconds to wait for it."),
     ) -> Response:
         """Published after preprocessing, before the forward: answers while the forward runs."""
@@ -98,7 +99,7 @@ def router(pipeline: Pipeline, settings: Settings) -> APIRouter:
         return Answer(work, settings.send_timeout)
 
     @api.get("/requests/{req_id}/embedding", summary="Pull the held rows", responses=_ERRORS)
-    async def embedding(request: Request, req_id: str) -> Response:
+    async def embedding(request: Request, req_id: InPath) -> Response:
         """The rows as safetensors. A pull that arrived whole releases the request."""
         request.state.req_id = req_id
 
@@ -109,7 +110,7 @@ def router(pipeline: Pipeline, settings: Settings) -> APIRouter:
         return Answer(work, settings.send_timeout)
 
     @api.delete("/requests/{req_id}", summary="Release a request", responses=_ERRORS)
-    async def release(req_id: str) -> JSONResponse:
+    async def release(req_id: InPath) -> JSONResponse:
         """Give back all it holds, at whatever stage it is. Idempotent; an id not seen yet is remembered as unwanted."""
         pipeline.release_request(req_id, Reason.CLIENT_RELEASE)
         return JSONResponse(pipeline.status(req_id))
