@@ -112,6 +112,12 @@ class TectumError(Exception):
     def __str__(self) -> str:
         return f"{self.message} [{self.code}]"
 
+    def bare(self) -> TectumError:
+        """The same error without traceback and cause: those keep the frames they passed through alive, media and all."""
+        twin = type(self)(self.code, self.message, item=self.item, retry_after=self.retry_after)
+        twin.details, twin.status = self.details, self.status
+        return twin
+
     def at_item(self, item: int) -> TectumError:
         """The same error, saying which item of its request it is about (where it did not say so already)."""
         if self.item is None:
@@ -147,8 +153,8 @@ class TectumError(Exception):
             str(problem.get("detail", "the server reported no detail")),
             item=item if isinstance(item, int) else None,
             retry_after=retry_after,
-            **details,
         )
+        error.details = details
         if isinstance(problem.get("status"), int):
             error.status = problem["status"]  # a newer server may know codes that we do not
         return error

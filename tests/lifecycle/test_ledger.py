@@ -137,7 +137,7 @@ def test_a_failure_reaches_everybody_with_its_own_status():
     assert M.Wake(2, None, error) in effects
     assert M.Notify("r", "one", error) in effects
     (late,) = ledger.handle(Wait("r", 9, METADATA, 60.0), 5.0)
-    assert late.error is error, "a late waiter learns the same"
+    assert late.error.to_problem() == error.to_problem(), "a late waiter learns the same"
 
 
 def test_time_to_live_runs_from_the_last_activity_and_a_send_holds_it_off():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 
 import pytest
 
@@ -350,6 +352,47 @@ def test_a_request_that_does_not_fit_is_refused_and_the_next_is_served():
         assert work.forwards == [["kept"], ["next"]]
 
     scenario(test, max_staged_bytes=100)
+
+
+def test_a_hold_released_in_the_tick_it_was_staged_gets_410():
+    async def test(pipeline, work):
+        encode = work.encode
+
+        async def encode_then_release(batch):
+            results = await encode(batch)
+            asyncio.get_running_loop().call_soon(pipeline.release_request, "r")
+            return results
+
+        work.encode = encode_then_release
+        error = await refused(hold(pipeline, request()), "request_released", 410)
+        assert error.details["reason"] == "client_release"
+
+    scenario(test)
+
+
+def test_a_remembered_failure_holds_nothing_of_the_request():
+    async def test(pipeline, work):
+        class Pictures:
+            pass
+
+        async def prepare(encode):
+            pictures = Pictures()
+            held.append(weakref.ref(pictures))
+            try:
+                raise OSError("truncated")
+            except OSError:
+                raise BadRequestError("media_decode_failed", "truncated", item=0)  # noqa: B904 - keeps its context
+
+        held = []
+        work.prepare = prepare
+        for _ in range(2):
+            await refused(inline(pipeline, request()), "media_decode_failed", 400)
+        await refused(pipeline.wait("r", Milestone.STAGED, 1), "media_decode_failed", 400)
+        await asyncio.sleep(1)  # let the last task be reaped
+        gc.collect()
+        assert [reference() for reference in held] == [None, None], "the tombstone keeps the pictures alive"
+
+    scenario(test)
 
 
 def test_deadline_and_expiry_come_on_time():

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from tectum import AsyncClient, Client, Encoder
-from tectum.errors import BadRequestError, LifecycleError, UnavailableError
+from tectum.errors import BadRequestError, LifecycleError, TectumError, UnavailableError
 from tests import zoo
 
 
@@ -202,6 +202,19 @@ def test_ids_that_cannot_stand_in_a_url_are_refused_everywhere(server, req_id):
         answer = httpx2.request(method, f"{server.url}/v1/requests/{req_id}")
         assert answer.status_code in (400, 404)
         assert len(answer.content) < 1024
+
+
+def test_a_million_wrong_items_are_refused_at_once(server):
+    body = b'{"items":[' + b"1," * 1_000_000 + b"1]}"
+    started = time.monotonic()
+    answer = post(server, body)
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_request")
+    assert time.monotonic() - started < 2.0  # it took seven seconds and two gigabytes to list every error
+
+
+def test_a_gateways_own_error_form_is_still_a_tectum_error():
+    error = TectumError.from_problem({"code": 503, "message": "upstream", "self": 1, "status": 503})
+    assert (error.code, error.status) == ("internal", 503)
 
 
 def test_equal_ids_at_once_join_or_conflict(server, client):

@@ -223,6 +223,11 @@ class Ledger:
         self._bury(now)
         return self._tombstones.get(req_id)
 
+    def outcome(self, req_id: str, now: float) -> TectumError:
+        """What somebody is told who finds that `req_id` was released a moment ago."""
+        stone = self.tombstone(req_id, now)
+        return unknown(req_id) if stone is None else self._released(req_id, stone, now)
+
     def lives(self) -> Iterator[Request]:
         """Every life that still holds something, draining ones included."""
         return iter(self._lives.values())
@@ -356,7 +361,7 @@ class Ledger:
             self._waiting.pop(effect.waiter, None)
         elif isinstance(effect, Ended):
             assert self._by_id.pop(request.req_id) is request, "the id names another life"
-            error = effect.error if effect.reason in _KEEPS_ERROR else None
+            error = effect.error.bare() if effect.error is not None and effect.reason in _KEEPS_ERROR else None
             self._remember(request.req_id, Tombstone(effect.reason, now, error))
             self._ends.append(now)
         elif isinstance(effect, Free):
@@ -499,12 +504,12 @@ class Ledger:
             del self._tombstones[req_id]
 
     def _released(self, req_id: str, stone: Tombstone, now: float) -> TectumError:
-        return stone.error or outcome_error(req_id, stone.reason, now - stone.at)
+        return stone.error.bare() if stone.error is not None else outcome_error(req_id, stone.reason, now - stone.at)
 
     def _no_rows(self, req_id: str, stone: Tombstone, now: float) -> TectumError:
         """The answer to a pull or a send after the release (R3): reason, age, and what to do."""
         if stone.error is not None:
-            return stone.error
+            return stone.error.bare()
         age = now - stone.at
         what = f"no staged embedding for req_id={short(req_id)} (already released)"
         text = f"{what}: {stone.reason}, {age:.1f} s ago; encode again"

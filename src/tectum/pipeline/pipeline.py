@@ -194,6 +194,8 @@ class Pipeline:
     async def hold(self, request: EncodeRequest) -> AsyncIterator[Job]:
         """Encode `request` and keep its rows for a later pull; inside the block the caller is answered."""
         async with self._calling(request, Milestone.STAGED) as (job, waiter):
+            if job.staged is None:  # released between the wake and this line
+                raise self.ledger.outcome(request.req_id, self._loop.time())
             try:
                 yield job
             except BaseException:

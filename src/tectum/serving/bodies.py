@@ -49,7 +49,7 @@ class EncodeBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     req_id: ReqId | None = Field(None, description="Identity of the request; made up where it is not given.")
-    items: list[ItemBody] = Field(min_length=1)
+    items: list[ItemBody] = Field(min_length=1, max_length=10_000, fail_fast=True)
     num_parts: int = Field(1, ge=1, le=4096, strict=True)
     part_idx: int = Field(0, ge=0, strict=True)
     deadline_ms: int | None = Field(

@@ -31,7 +31,11 @@ def problem_response(error: TectumError, req_id: str | None = None) -> JSONRespo
 
 def from_validation(error: ValidationError | RequestValidationError) -> TectumError:
     """Which field is wrong and why; the value itself is never repeated."""
-    first: dict[str, Any] = dict(error.errors()[0])
+    if isinstance(error, ValidationError):
+        found = error.errors(include_input=False, include_url=False, include_context=False)
+    else:
+        found = list(error.errors())
+    first: dict[str, Any] = dict(found[0])
     where = ".".join(str(part) for part in first["loc"]) or "body"
     item = first["loc"][1] if len(first["loc"]) > 1 and first["loc"][0] == "items" else None
     text = f"{where[:80]}: {first['msg']}"

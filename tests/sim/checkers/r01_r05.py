@@ -80,7 +80,7 @@ class NoSendAfterRelease(Checker):
     def _says_why(self, error: object, ended: object, age: float) -> None:
         kept = getattr(ended, "error", None)
         if str(getattr(ended, "reason", "")) in ("encode_failed", "send_failed"):
-            self.must(error is kept, "the failure's own error was replaced")
+            self.must(error.to_problem() == kept.to_problem(), "the failure's own error was replaced")  # type: ignore[attr-defined,union-attr]
             return
         details = getattr(error, "details", {})
         self.must(details.get("reason") == str(ended.reason), "the refusal does not name the reason")  # type: ignore[attr-defined]
