@@ -267,6 +267,8 @@ def test_a_failure_while_reporting_never_hides_the_first_one():
         def ended(self, job, reason, error, seconds):
             raise RuntimeError("the observer is broken")
 
+        refused = ended
+
     async def test(pipeline, work):
         pipeline._observers = (Broken(),)
 

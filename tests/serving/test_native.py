@@ -219,6 +219,7 @@ def test_a_gateways_own_error_form_is_still_a_tectum_error():
 
 def test_equal_ids_at_once_join_or_conflict(server, client):
     big = jpeg(448, 448, 5)
+    before = gauges(server).get('encoder_refusals_total{code="request_conflict"}', 0)
     outcomes: list[object] = []
 
     def call(picture):
@@ -234,6 +235,8 @@ def test_equal_ids_at_once_join_or_conflict(server, client):
     for thread in threads:
         thread.join(30)
     expected = {True: client.encode(big).rows, False: client.encode(jpeg(448, 448, 6)).rows}
+    conflicts = sum(isinstance(outcome, int) for outcome in outcomes)
+    assert gauges(server).get('encoder_refusals_total{code="request_conflict"}', 0) - before == conflicts
     for outcome in outcomes:
         assert isinstance(outcome, int) or any(torch.equal(outcome, rows) for rows in expected.values())
     assert nothing_is_held(server)

@@ -46,7 +46,6 @@ from tectum.lifecycle.machine import (
     SendStarted,
     State,
     Wake,
-    not_ready,
     outcome_error,
     short,
     step,
@@ -58,7 +57,7 @@ class Limits:
     """Bounds of the ledger. Times in seconds, sizes in bytes; `tectum.config.Settings` states each one's meaning."""
 
     max_live_requests: int = 256
-    max_queued_patches: int = 1_048_576
+    max_queued_patches: int = 524_288
     max_staged_bytes: int = 1 << 30
     encode_timeout: float = 120.0
     request_ttl: float = 120.0
@@ -181,9 +180,8 @@ class Ledger:
         self._by_id: dict[str, Request] = {}  # the live one under each id
         self._orphans: dict[str, _Orphan] = {}
         self._tombstones: OrderedDict[str, Tombstone] = OrderedDict()  # oldest first
-        self._timers: list[
-            tuple[float, int, str | int]
-        ] = []  # (due, sequence, life or waiter or id); checked when popped
+        # (due, sequence, life or waiter or id): a heap; whether an entry still means anything is checked when it is popped
+        self._timers: list[tuple[float, int, str | int]] = []
         self._sequence = 0
         self._waiting: dict[int, str] = {}  # waiter -> the id it waits for (bounded waits only)
         self._ends: deque[float] = deque(maxlen=32)  # recent times of release, for Retry-After
@@ -272,7 +270,7 @@ class Ledger:
         """R14 and R5: why this request may not enter, if so."""
         limits = self.limits
         if self.closing:
-            return UnavailableError("shutting_down", "The encoder is shutting down", retry_after=1.0)
+            return outcome_error(event.req_id, Reason.SHUTDOWN, None)
         stone = self.tombstone(event.req_id, now)
         if stone is not None and stone.unborn:
             return self._released(event.req_id, stone, now)
@@ -562,12 +560,11 @@ class Ledger:
 
     def _life_is_due(self, life: int, now: float, effects: list[Effect]) -> None:
         request = self._lives.get(life)
-        due = self._due(request) if request is not None else None
-        if request is None:
+        if request is None or request.reason is not None:
             return
-        if due is None or due > now:
-            if request.reason is None:  # a send holds the sweep off, or there was activity: look again later
-                self._schedule(due if due is not None else now + self.limits.request_ttl, life)
+        due = self._due(request)
+        if due is None or due > now:  # a send holds the sweep off, or there was activity: look again later
+            self._schedule(due if due is not None else now + self.limits.request_ttl, life)
             return
         late = request.state is not State.STAGED or (request.deadline is not None and request.deadline <= now)
         self._step(ReleaseAsked(life, Reason.DEADLINE if late else Reason.EXPIRED), now, effects)
@@ -590,9 +587,8 @@ class Ledger:
 
     def _close(self, event: Close, now: float, effects: list[Effect]) -> None:
         self.closing = True
-        error = UnavailableError("shutting_down", "The encoder is shutting down", retry_after=1.0)
         for req_id in list(self._orphans):
-            self._fail_orphan(req_id, error, effects)
+            self._fail_orphan(req_id, outcome_error(req_id, Reason.SHUTDOWN, None), effects)
         if event.fail_live:
             for life in [request.life for request in self._lives.values() if request.reason is None]:
                 self._step(ReleaseAsked(life, Reason.SHUTDOWN), now, effects)
@@ -615,6 +611,3 @@ _LIFE_EVENTS = (
 def unknown(req_id: str) -> TectumError:
     text = f"No embedding available for request: {short(req_id)} (this id was never seen, or is forgotten)"
     return LifecycleError("request_not_found", text)
-
-
-__all__ = ["Ledger", "Limits", "Tombstone", "not_ready", "unknown"]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from tectum.errors import StartupError
-from tectum.models.adapter import Adapter
 from tectum.models.qwen2_5_vl import Qwen25VLAdapter
 from tectum.models.qwen2_vl import Qwen2VLAdapter, QwenVLAdapter
 from tectum.models.qwen3_vl import Qwen3VLAdapter
 
-FAMILIES: tuple[type[QwenVLAdapter], ...] = (Qwen2VLAdapter, Qwen25VLAdapter, Qwen3VLAdapter)
-
-ADAPTERS: dict[str, type[QwenVLAdapter]] = {name: cls for cls in FAMILIES for name in cls.architectures}
+ADAPTERS: dict[str, type[QwenVLAdapter]] = {
+    name: cls for cls in (Qwen2VLAdapter, Qwen25VLAdapter, Qwen3VLAdapter) for name in cls.architectures
+}
 
 
 def adapter_for(architecture: str) -> type[QwenVLAdapter]:
@@ -19,6 +18,3 @@ def adapter_for(architecture: str) -> type[QwenVLAdapter]:
         text = f"Architecture {architecture[:60]} is not supported; supported: {', '.join(sorted(ADAPTERS))}"
         raise StartupError("unsupported_architecture", text)
     return ADAPTERS[architecture]
-
-
-__all__ = ["ADAPTERS", "Adapter", "adapter_for"]

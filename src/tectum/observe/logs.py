@@ -22,7 +22,10 @@ def configure(level: str) -> None:
 
 
 class RequestLog:
-    """Writes a line for each request that ended."""
+    """Writes a line for each request that ended, or was refused."""
+
+    def refused(self, error: TectumError) -> None:
+        log.info("request refused code=%s status=%d", error.code, error.status)
 
     def ended(self, job: Any, reason: str, error: TectumError | None, seconds: float) -> None:
         level = logging.WARNING if error is not None and error.status >= 500 else logging.INFO

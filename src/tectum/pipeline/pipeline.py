@@ -16,9 +16,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any, Protocol
 
-from tectum.errors import DeliveryError, InternalError, TectumError, UnavailableError
+from tectum.errors import DeliveryError, InternalError, TectumError
 from tectum.lifecycle.ledger import (
     Accept,
     Close,
@@ -55,6 +56,7 @@ from tectum.lifecycle.machine import (
     SendStarted,
     StartSend,
     Wake,
+    outcome_error,
 )
 from tectum.pipeline.batcher import Batcher
 from tectum.pipeline.fingerprint import fingerprint
@@ -123,9 +125,13 @@ class Job:
 
 
 class Observer(Protocol):
-    """Who watches outcomes (metrics, logs, traces). Told once a life; what it raises is logged and goes no further."""
+    """Who watches outcomes (metrics, logs, traces). What it raises is logged and goes no further."""
 
-    def ended(self, job: Job, reason: Reason, error: TectumError | None, seconds: float) -> None: ...
+    def ended(self, job: Job, reason: Reason, error: TectumError | None, seconds: float) -> None:
+        """A request's outcome is decided: once a life."""
+
+    def refused(self, error: TectumError) -> None:
+        """A request was not accepted, and began no life."""
 
 
 class Pipeline:
@@ -300,8 +306,9 @@ class Pipeline:
         deadline = None if request.deadline_ms is None else now + request.deadline_ms / 1000
         try:
             life = self._ask(Accept(request.req_id, digest, waiter, milestone, 1, deadline))
-        except TectumError:
+        except TectumError as refusal:
             del self._futures[waiter]
+            self._observe(methodcaller("refused", refusal))
             raise
         job = self._jobs.get(life)
         if job is None:
@@ -334,9 +341,8 @@ class Pipeline:
             job.seconds.update(prepared.seconds)
             job.prepared_at = time.perf_counter()
             self._handle(Prepared(job.life, prepared.metadata))
-            if (
-                job.life in self._jobs
-            ):  # refused for its size, or released in the meantime: then it holds nothing any more
+            # refused for its size, or released in the meantime: then it holds nothing any more
+            if job.life in self._jobs:
                 self._batcher.put(job)
                 self._work_waits.set()
 
@@ -359,24 +365,26 @@ class Pipeline:
         try:
             results = await self._work.encode([_prepared(job) for job in batch])
         except asyncio.CancelledError:
-            error: TectumError = UnavailableError("shutting_down", "The encoder is shutting down", retry_after=1.0)
-            self._finish(batch, [error] * len(batch), started)
+            self._fail_for_shutdown(batch, started)
             raise
         except Exception as failure:
             if len(batch) > 1:
                 log.warning("a fused batch of %d failed and is retried one by one: %s", len(batch), failure)
-                for index, job in enumerate(batch):
-                    try:
-                        await self._encode([job])
-                    except asyncio.CancelledError:
-                        rest = batch[index + 1 :]
-                        error = UnavailableError("shutting_down", "The encoder is shutting down", retry_after=1.0)
-                        self._finish(rest, [error] * len(rest), started)
-                        raise
+                await self._encode_apart(batch)
                 return
-            known = failure if isinstance(failure, TectumError) else _unexpected(failure, "encoding")
-            results = [known]
+            results = [failure if isinstance(failure, TectumError) else _unexpected(failure, "encoding")]
         self._finish(batch, results, started)
+
+    async def _encode_apart(self, batch: list[Job]) -> None:
+        for index, job in enumerate(batch):
+            try:
+                await self._encode([job])
+            except asyncio.CancelledError:
+                self._fail_for_shutdown(batch[index + 1 :], time.perf_counter())
+                raise
+
+    def _fail_for_shutdown(self, batch: list[Job], started: float) -> None:
+        self._finish(batch, [outcome_error(job.request.req_id, Reason.SHUTDOWN, None) for job in batch], started)
 
     def _finish(self, batch: list[Job], results: Sequence[Staged | TectumError], started: float) -> None:
         assert len(results) == len(batch), "an encode answers for every member of its batch"
@@ -464,11 +472,8 @@ class Pipeline:
         self._batcher.discard(effect.life)
         if job.walk is not None and job.walk is not asyncio.current_task():
             job.walk.cancel()
-        for observer in self._observers:
-            try:
-                observer.ended(job, effect.reason, effect.error, self._loop.time() - job.accepted_at)
-            except Exception:
-                log.exception("an observer failed")
+        seconds = self._loop.time() - job.accepted_at
+        self._observe(methodcaller("ended", job, effect.reason, effect.error, seconds))
 
     def _on_free(self, effect: Free) -> None:
         job = self._jobs.pop(effect.life)
@@ -476,6 +481,13 @@ class Pipeline:
         if job.staged is not None:
             staged, job.staged = job.staged, None
             self._work.free(staged)
+
+    def _observe(self, tell: Callable[[Observer], None]) -> None:
+        for observer in self._observers:
+            try:
+                tell(observer)
+            except Exception:
+                log.exception("an observer failed")
 
     # --- small things ---
 

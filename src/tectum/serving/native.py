@@ -15,7 +15,7 @@ from tectum.config import Settings
 from tectum.delivery import wire
 from tectum.lifecycle.machine import Milestone, Reason
 from tectum.pipeline.pipeline import Job, Pipeline
-from tectum.serving.bodies import REQ_ID, EncodeBody, read_encode_request
+from tectum.serving.bodies import REQ_ID, read_encode_request
 from tectum.serving.presence import Caller, CallerGoneError
 from tectum.types import EncodeRequest
 
@@ -132,10 +132,10 @@ async def _hold(pipeline: Pipeline, request: EncodeRequest, caller: Caller) -> N
 
 async def _answer_rows(caller: Caller, job: Job) -> None:
     assert job.staged is not None, "only staged rows are delivered"
-    await caller.answer(200, _headers(job, SAFETENSORS), pack_rows(job))
+    await caller.answer(200, _headers(job, SAFETENSORS), _pack_rows(job))
 
 
-def pack_rows(job: Job) -> bytes:
+def _pack_rows(job: Job) -> bytes:
     """A job's staged rows in the wire format."""
     assert job.staged is not None, "only staged rows are packed"
     metadata = job.staged.metadata
@@ -153,6 +153,3 @@ def pack_rows(job: Job) -> bytes:
 def _headers(job: Job, content_type: str) -> dict[str, str]:
     timing = ", ".join(f"{name};dur={seconds * 1e3:.2f}" for name, seconds in job.seconds.items())
     return {"content-type": content_type, "x-tectum-req-id": job.request.req_id, "server-timing": timing}
-
-
-__all__ = ["EncodeBody", "pack_rows", "router"]
