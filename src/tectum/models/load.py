@@ -243,7 +243,8 @@ def _encoder_shards(folder: Path) -> list[str]:
 
 
 def _shards_with(folder: Path, shapes: Mapping[str, Any], rename: Callable[[str], str | None]) -> list[str]:
-    return sorted({file for key, file in _weight_map(folder).items() if rename(key) in shapes})
+    patterns = {_pattern(name) for name in shapes}
+    return sorted({file for key, file in _weight_map(folder).items() if _pattern(rename(key) or "") in patterns})
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -314,10 +315,12 @@ def find_encoder(
     """
     where: dict[str, tuple[Path, str]] = {}
     bytes_by_kind: Counter[str] = Counter()
+    patterns = {_pattern(name) for name in shapes}
     for file in _files(folder, shapes, rename):
         for key, shape, kind in _headers(file):
             name = rename(key)
             if name not in shapes:
+                _refuse_left_over(name, patterns)
                 continue
             if kind not in _DTYPES:
                 text = f"Encoder weight {name} is stored as {kind}; quantised encoders are not read, only plain floats"
@@ -336,6 +339,17 @@ def find_encoder(
     held = dtype or max(bytes_by_kind, key=lambda kind: bytes_by_kind[kind])
     parameters = sum(math.prod(shape) for shape in shapes.values())
     return EncoderWeights(where, parameters, parameters * DTYPE_BYTES[held], held)
+
+
+def _pattern(name: str) -> str:
+    """A name with its layer numbers taken out: the same for all layers of a stack."""
+    return ".".join("#" if part.isdigit() else part for part in name.split("."))
+
+
+def _refuse_left_over(name: str | None, patterns: set[str]) -> None:
+    """An encoder weight beyond the layers that the config counts: the rows would be those of another encoder."""
+    if name is not None and _pattern(name) in patterns:
+        raise StartupError("invalid_checkpoint", f"The checkpoint holds {name}, a layer more than the config says")
 
 
 def _files(folder: Path, shapes: Mapping[str, Any], rename: Callable[[str], str | None]) -> list[Path]:

@@ -7,6 +7,7 @@ to the names of this version of transformers by the library's own conversions.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -109,33 +110,23 @@ def _thinker_class(architecture: str) -> str:
     return f"{start}ThinkerForConditionalGeneration"
 
 
+#: what a language model is reduced to; one word, because an embedding of none is refused
+_NOTHING: dict[str, Any] = {"num_hidden_layers": 0, "layer_types": [], "vocab_size": 1, "pad_token_id": None}
+#: the same for a model that keeps encoder and decoder in one config, where `num_hidden_layers` means the encoder's
+_NO_DECODER: dict[str, Any] = {"decoder_layers": 0, "vocab_size": 1, "pad_token_id": None}
+
+
 def _shrunk(config: Any) -> Any:
     """A copy of the config whose language model has no layers and next to no vocabulary."""
-    import copy
-
     config = copy.deepcopy(config)
-    for part in _language_parts(config):
-        for name, value in _NOTHING.items():
-            if hasattr(part, name):
-                setattr(part, name, value)
-    return config
-
-
-#: what a language model is reduced to; one word, because an embedding of none is refused
-_NOTHING: dict[str, Any] = {
-    "num_hidden_layers": 0,
-    "layer_types": [],
-    "vocab_size": 1,
-    "pad_token_id": None,
-    "decoder_layers": 0,
-}
-
-
-def _language_parts(config: Any) -> list[Any]:
     text = getattr(config, "text_config", None)
-    if text is not None:
-        return [text]
-    return [config] if hasattr(config, "decoder_layers") else []  # Whisper keeps both halves in one config
+    part, values = (config, _NO_DECODER) if text is None else (text, _NOTHING)
+    if text is None and not hasattr(config, "decoder_layers"):
+        return config  # an encoder and nothing else
+    for name, value in values.items():
+        if hasattr(part, name):
+            setattr(part, name, value)
+    return config
 
 
 def _check_layers(config: Any) -> None:
