@@ -174,11 +174,18 @@ class Family:
 
     def _together(self, modality: str, references: dict[int, Reference]) -> Iterator[Result]:
         prepared = [self._prepare(modality, count) for count in references]
-        bound = self.adapter.batch_bound.get(Modality(modality), 0.0)
+        bound = self._batch_bound(modality, references)
         label = "batch of " + " and ".join(str(count) for count in references)
         together = zip(references.values(), self._encode(prepared), strict=True)
         for number, (reference, encoded) in enumerate(together, 1):
             yield self._compare(modality, f"rows, {label}: request {number}", encoded, reference, bound)
+
+    def _batch_bound(self, modality: str, references: dict[int, Reference]) -> float:
+        """The family's own in float32; in half precision four units in the last place of the largest value."""
+        dtype = self.colocated.model.dtype
+        if dtype == torch.float32:
+            return self.adapter.batch_bound.get(Modality(modality), 0.0)
+        return 4 * torch.finfo(dtype).eps * max(float(r.rows.abs().max()) for r in references.values())
 
     # --- comparing ---
 

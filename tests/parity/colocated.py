@@ -53,7 +53,7 @@ class Colocated:
     @torch.no_grad()
     def run(self, modality: str, items: Sequence[Any], **more: Any) -> Reference:
         """Rows, placeholders and logits of one prompt with these items. more: the processor's own arguments."""
-        inputs = self._inputs(modality, items, **more)
+        inputs = {name: self._cast(value) for name, value in self._inputs(modality, items, **more).items()}
         rows, deepstack = self._rows(modality, inputs)
         if self.family in ENCODERS:
             return Reference(rows, [], None, inputs, None)
@@ -63,6 +63,12 @@ class Colocated:
 
     def without_media(self, reference: Reference) -> dict[str, Any]:
         return {name: value for name, value in reference.inputs.items() if name not in MEDIA_INPUTS}
+
+    def _cast(self, value: Any) -> Any:
+        """Pixels and spectrograms in the model's type, as its callers must; times in seconds stay as they are."""
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1:
+            return value.to(self.model.dtype)
+        return value
 
     # --- the processor ---
 
