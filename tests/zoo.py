@@ -260,7 +260,13 @@ def _qwen2_audio(folder: Path, seed: int) -> Path:
 def _voxtral(folder: Path, seed: int) -> Path:
     """Its own processor wants mistral-common's tokenizer; the adapter needs only the feature extractor."""
     tokenizer = byte_tokenizer({"audio_token": "[AUDIO]"})
-    audio = {**LAYERS, "num_hidden_layers": 2, "intermediate_size": 256, "num_mel_bins": 16, "max_source_positions": 200}
+    audio = {
+        **LAYERS,
+        "num_hidden_layers": 2,
+        "intermediate_size": 256,
+        "num_mel_bins": 16,
+        "max_source_positions": 200,
+    }
     config = tf.VoxtralConfig(
         audio_config=audio,
         text_config={**TEXT, "model_type": "llama"},

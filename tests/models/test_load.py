@@ -59,7 +59,7 @@ def test_broken_checkpoints_are_refused_by_name(tiny, tmp_path):
     weights = load_file(folder / "model.safetensors")
     del weights["visual.merger.mlp.0.weight"]
     save_file(weights, folder / "model.safetensors")
-    cases[folder] = ("invalid_checkpoint", "lacks 1 encoder weights, first merger.mlp.0.weight")
+    cases[folder] = ("invalid_checkpoint", "lacks 1 encoder weights, first model.visual.merger.mlp.0.weight")
     folder = broken("no-processor")
     for name in ("preprocessor_config.json", "processor_config.json"):
         (folder / name).unlink(missing_ok=True)
@@ -109,9 +109,9 @@ def test_loading_takes_little_more_than_the_encoder(tiny, tmp_path):
 def _write_large_weights(folder: Path, config: dict) -> None:
     import transformers
 
-    from tectum.models.qwen2_5_vl import Qwen25VLAdapter
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel as Tower
 
-    tower = Qwen25VLAdapter.build_tower(transformers.AutoConfig.from_pretrained(folder), torch.float32)
+    tower = Tower._from_config(transformers.AutoConfig.from_pretrained(folder).vision_config, dtype=torch.float32)
     weights = {f"visual.{name}": tensor.detach().clone() for name, tensor in tower.named_parameters()}
     (folder / "model.safetensors").unlink()
     save_file(weights, folder / "encoder.safetensors")

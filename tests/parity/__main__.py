@@ -46,11 +46,16 @@ def compare(folder: Path, only: str, dtype: str, as_json: bool) -> int:
             for result in family.cases(modality):
                 results.append(result)
                 verdict = "equal" if result.equal else f"max |d| {result.max_abs:.1e}, allowed {result.bound:.0e}"
-                print(f"{'ok  ' if result.passed else 'FAIL'} {name:16} {modality:6} {result.case:34} {verdict}", flush=True)
+                print(
+                    f"{'ok  ' if result.passed else 'FAIL'} {name:16} {modality:6} {result.case:34} {verdict}",
+                    flush=True,
+                )
     failed = [result for result in results if not result.passed]
     print(f"{len(results)} cases, {len(failed)} failed, {time.monotonic() - started:.1f} s")
     if as_json:
-        print(json.dumps({"cases": [result.json() for result in results], "total": len(results), "failed": len(failed)}))
+        print(
+            json.dumps({"cases": [result.json() for result in results], "total": len(results), "failed": len(failed)})
+        )
     return 1 if failed else 0
 
 

@@ -127,7 +127,9 @@ class Family:
         if modality == "audio":
             return [RecordingInfo(len(samples) / 16000, 16000, 1) for samples in media]
         return [
-            ClipInfo(c.info.width, c.info.height, len(c.indices), c.info.times[: len(c.indices)], 8.0, 1.0, sampled=True)
+            ClipInfo(
+                c.info.width, c.info.height, len(c.indices), c.info.times[: len(c.indices)], 8.0, 1.0, sampled=True
+            )
             for c in media
         ]
 
@@ -150,7 +152,9 @@ class Family:
         group = 2 if grid is not None else 1
         expected = [_times(c, group) for c in items(self.name, modality, count)]
         off = max(
-            float(np.abs(np.subtract(item.timestamps, times)).max()) if len(item.timestamps) == len(times) else NOT_EQUAL
+            float(np.abs(np.subtract(item.timestamps, times)).max())
+            if len(item.timestamps) == len(times)
+            else NOT_EQUAL
             for item, times in zip(prepared.items, expected, strict=True)
         )
         yield Result(self.name, modality, f"timestamps, {label}", off == 0.0, off, 1e-9)
@@ -161,7 +165,9 @@ class Family:
             yield Result(self.name, modality, f"seconds a step, {label}", off == 0.0, off, 1e-6)
 
     @torch.inference_mode()
-    def _logits(self, modality: str, case: str, prepared: Prepared, encoded: EncodedRows, reference: Reference) -> Result:
+    def _logits(
+        self, modality: str, case: str, prepared: Prepared, encoded: EncodedRows, reference: Reference
+    ) -> Result:
         """Rows through the wire into the language model, against the model in one piece."""
         try:
             embedding = _through_the_wire(prepared, encoded)

@@ -37,12 +37,18 @@ class Reference:
 class Colocated:
     """One family's checkpoint, loaded whole."""
 
-    def __init__(self, family: str, folder: Path, dtype: torch.dtype = torch.float32, backend: str | None = None) -> None:
+    def __init__(
+        self, family: str, folder: Path, dtype: torch.dtype = torch.float32, backend: str | None = None
+    ) -> None:
         self.family = family
         config = transformers.AutoConfig.from_pretrained(folder)
         self.model = getattr(transformers, config.architectures[0]).from_pretrained(folder, dtype=dtype).eval()
         if family in ENCODERS or family == "voxtral":
-            auto = transformers.AutoFeatureExtractor if family in ("whisper", "voxtral") else transformers.AutoImageProcessor
+            auto = (
+                transformers.AutoFeatureExtractor
+                if family in ("whisper", "voxtral")
+                else transformers.AutoImageProcessor
+            )
             self.processor = auto.from_pretrained(folder)
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder) if family == "voxtral" else None
         else:
@@ -80,7 +86,9 @@ class Colocated:
         prompt = "a" + "".join(zoo.PLACEHOLDERS[self.family][modality] + "b" for _ in items) + " what?"
         if self.family == "voxtral":
             return self._voxtral(prompt, items)
-        named = {"image": {"images": list(items)}, "audio": {"audio": list(items), "sampling_rate": 16000}}.get(modality)
+        named = {"image": {"images": list(items)}, "audio": {"audio": list(items), "sampling_rate": 16000}}.get(
+            modality
+        )
         if modality == "image" and self.family in ("idefics3", "smolvlm", "llava_onevision"):
             named = {"images": [list(items)]}
         if modality == "video":
@@ -133,7 +141,9 @@ class Colocated:
         arguments = {name: value for name, value in inputs.items() if name in names}
         output = call(**arguments)
         layers = getattr(output, "deepstack_features", None) or []
-        pooled = output.pooler_output if getattr(output, "pooler_output", None) is not None else output.last_hidden_state
+        pooled = (
+            output.pooler_output if getattr(output, "pooler_output", None) is not None else output.last_hidden_state
+        )
         return _flat(pooled), [_flat(layer) for layer in layers]
 
     def _encoder_states(self, inputs: dict[str, Any]) -> torch.Tensor:

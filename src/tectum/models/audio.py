@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tectum.models.features import Count, FeaturesAdapter
+from tectum.models.features import FeaturesAdapter
 from tectum.types import Modality
 
 

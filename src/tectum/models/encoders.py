@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class PictureEncoder(FeaturesAdapter):
     """A vision transformer over a picture of fixed size."""
 
-    options = {Modality.IMAGE: (OUTPUT,)}
-    batch_bound = {Modality.IMAGE: 0.0}
+    options: ClassVar = {Modality.IMAGE: (OUTPUT,)}
+    batch_bound: ClassVar = {Modality.IMAGE: 0.0}
     #: rows before those of the patches
     extra_rows: ClassVar[int] = 1
 
@@ -60,14 +60,14 @@ class CLIPAdapter(PictureEncoder):
     family = "clip"
     architectures = ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection")
     left_out = ("text_model", "text_projection", "visual_projection", "logit_scale")
-    row_rule = {Modality.IMAGE: "patches + 1 (class token first); pooled: 1"}
+    row_rule: ClassVar = {Modality.IMAGE: "patches + 1 (class token first); pooled: 1"}
 
 
 class SiglipAdapter(PictureEncoder):
     family = "siglip"
     architectures = ("SiglipModel", "SiglipVisionModel")
     left_out = ("text_model", "logit_scale", "logit_bias")
-    row_rule = {Modality.IMAGE: "patches; pooled: 1"}
+    row_rule: ClassVar = {Modality.IMAGE: "patches; pooled: 1"}
     extra_rows = 0
 
 
@@ -75,7 +75,7 @@ class Dinov2Adapter(PictureEncoder):
     family = "dinov2"
     architectures = ("Dinov2Model",)
     left_out = ()
-    row_rule = {Modality.IMAGE: "patches + 1 (class token first); pooled: 1"}
+    row_rule: ClassVar = {Modality.IMAGE: "patches + 1 (class token first); pooled: 1"}
 
 
 class WhisperAdapter(AudioWindowAdapter):
@@ -84,8 +84,8 @@ class WhisperAdapter(AudioWindowAdapter):
     family = "whisper"
     architectures = ("WhisperForConditionalGeneration", "WhisperModel")
     left_out = ("model.decoder", "decoder", "proj_out")
-    row_rule = {Modality.AUDIO: "1500 (`max_source_positions`), whatever the recording's length"}
-    batch_bound = {Modality.AUDIO: 1e-5}
+    row_rule: ClassVar = {Modality.AUDIO: "1500 (`max_source_positions`), whatever the recording's length"}
+    batch_bound: ClassVar = {Modality.AUDIO: 1e-5}
 
     @classmethod
     def row_width(cls, config: Any) -> int:

@@ -1,4 +1,4 @@
-"""The adapter for whatever follows transformers' convention: `get_{image,video,audio}_features(**inputs)`, rows in `pooler_output`.
+"""The adapter for whatever follows transformers' convention: `get_{image,video,audio}_features`, rows in `pooler_output`.
 
 A family says how many rows an item yields (from sizes alone) and what its processor makes of it; the rest is here. The
 model is the full one without its language model, so that the features are computed by the very code that the colocated
@@ -7,7 +7,7 @@ model runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -70,7 +70,7 @@ class FeaturesAdapter(Adapter):
         self.processors = processors
         self.width = self.row_width(config)
         self.deepstack_layers = self.deepstack_of(config)
-        self.model = model.to(device).eval()
+        self.model: Any = model.to(device).eval()
         self._torch_dtype = next(model.parameters()).dtype
         self.dtype = str(self._torch_dtype).removeprefix("torch.")
         self.encoder_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -175,7 +175,7 @@ class FeaturesAdapter(Adapter):
             inputs, items = self._prepare_recordings(list(media), read)
         else:
             one = self._prepare_picture if modality is Modality.IMAGE else self._prepare_clip
-            if hasattr(media, "__len__"):
+            if isinstance(media, Sized):
                 read = self.for_request(modality, read, len(media))
             parts, items = [], []
             for index, item in enumerate(media):
@@ -214,7 +214,9 @@ class FeaturesAdapter(Adapter):
     def _refuse_unheard(self, info: ClipInfo, options: Mapping[str, Any]) -> None:
         """A model that hears must not lose a clip's sound without anybody having said so."""
         if info.has_audio and Modality.AUDIO in self.modalities and "audio_track" not in options:
-            text = "The clip has sound, and the model hears: send the sound as an audio item with audio_track=separate, or drop it"
+            text = (
+                "The clip has sound, and the model hears: say audio_track=separate (an audio request brings it) or drop"
+            )
             raise BadRequestError("media_refused", text)
 
     def _prepare_recordings(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from tectum.models.features import Count, FeaturesAdapter
 from tectum.models.options import Option, detail
@@ -14,7 +14,7 @@ from tectum.types import Modality
 class Gemma3Adapter(FeaturesAdapter):
     family = "gemma3"
     architectures = ("Gemma3ForConditionalGeneration",)
-    options = {
+    options: ClassVar = {
         Modality.IMAGE: (
             detail("the picture alone", "with crops (pan and scan)"),
             Option("do_pan_and_scan", bool, "add crops of a picture that is far from square"),
@@ -23,8 +23,8 @@ class Gemma3Adapter(FeaturesAdapter):
             Option("pan_and_scan_min_ratio_to_activate", float, "crops from this side ratio on", least=0, most=100),
         )
     }
-    row_rule = {Modality.IMAGE: "256 (`mm_tokens_per_image`), and as many for each crop of pan and scan"}
-    batch_bound = {Modality.IMAGE: 0.0}
+    row_rule: ClassVar = {Modality.IMAGE: "256 (`mm_tokens_per_image`), and as many for each crop of pan and scan"}
+    batch_bound: ClassVar = {Modality.IMAGE: 0.0}
 
     def picture_arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
         from transformers import Gemma3Processor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 class Idefics3Adapter(FeaturesAdapter):
     family = "idefics3"
     architectures = ("Idefics3ForConditionalGeneration",)
-    options = {
+    options: ClassVar = {
         Modality.IMAGE: (
             detail("the whole picture once, without tiles", "tiles"),
             Option("do_image_splitting", bool, "cut the picture into tiles"),
             Option("longest_edge", int, "scale the picture to this side before it is cut", most=4096),
         )
     }
-    row_rule = {Modality.IMAGE: "169 (`image_seq_len`) for each tile, and for the whole picture"}
-    batch_bound = {Modality.IMAGE: 0.0}
+    row_rule: ClassVar = {Modality.IMAGE: "169 (`image_seq_len`) for each tile, and for the whole picture"}
+    batch_bound: ClassVar = {Modality.IMAGE: 0.0}
 
     def _tile(self) -> int:
         return int(self.processors.image.max_image_size["longest_edge"])

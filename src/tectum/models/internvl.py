@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,15 +24,15 @@ class InternVLAdapter(FeaturesAdapter):
     family = "internvl"
     architectures = ("InternVLForConditionalGeneration",)
     modalities = frozenset({Modality.IMAGE, Modality.VIDEO})
-    options = {
+    options: ClassVar = {
         Modality.IMAGE: (*_TILES, detail("one tile", "tiles")),
         Modality.VIDEO: (FPS, NUM_FRAMES, MAX_FRAMES),
     }
-    row_rule = {
+    row_rule: ClassVar = {
         Modality.IMAGE: "a quarter of a tile's patches (256 of 448 x 448) for each tile and the thumbnail",
         Modality.VIDEO: "a quarter of a tile's patches for each frame",
     }
-    batch_bound = {Modality.IMAGE: 0.0, Modality.VIDEO: 0.0}
+    batch_bound: ClassVar = {Modality.IMAGE: 0.0, Modality.VIDEO: 0.0}
 
     def tiles(self, count: int, processor: Any) -> Count:
         """`count` tiles of the size that the processor makes."""

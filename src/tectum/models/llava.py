@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from tectum.models.features import Count, FeaturesAdapter
 from tectum.types import Modality
@@ -14,8 +14,10 @@ _TOWERS = ("clip_vision_model", "siglip_vision_model")
 class LlavaAdapter(FeaturesAdapter):
     family = "llava"
     architectures = ("LlavaForConditionalGeneration",)
-    row_rule = {Modality.IMAGE: "patches of the processor's crop (576 for 336 x 336), whatever the picture's size"}
-    batch_bound = {Modality.IMAGE: 0.0}
+    row_rule: ClassVar = {
+        Modality.IMAGE: "patches of the processor's crop (576 for 336 x 336), whatever the picture's size"
+    }
+    batch_bound: ClassVar = {Modality.IMAGE: 0.0}
 
     @classmethod
     def refuse(cls, config: Any) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -25,13 +25,13 @@ class LlavaOnevisionAdapter(FeaturesAdapter):
     family = "llava_onevision"
     architectures = ("LlavaOnevisionForConditionalGeneration",)
     modalities = frozenset({Modality.IMAGE, Modality.VIDEO})
-    options = {Modality.IMAGE: (_IN_PROMPT,), Modality.VIDEO: (FPS, NUM_FRAMES, MAX_FRAMES)}
+    options: ClassVar = {Modality.IMAGE: (_IN_PROMPT,), Modality.VIDEO: (FPS, NUM_FRAMES, MAX_FRAMES)}
     depends_on_prompt = "a picture alone is tiled, one of several is not: option `images_in_prompt`"
-    row_rule = {
+    row_rule: ClassVar = {
         Modality.IMAGE: "alone: base tile + unpadded tiles + a newline for each line; among several: one tile + 1",
         Modality.VIDEO: "a quarter of the patches (rounded up a side) for each frame, + 1",
     }
-    batch_bound = {Modality.IMAGE: 0.0, Modality.VIDEO: 0.0}
+    batch_bound: ClassVar = {Modality.IMAGE: 0.0, Modality.VIDEO: 0.0}
 
     def for_request(self, modality: Modality, options: dict[str, Any], count: int) -> dict[str, Any]:
         return {"images_in_prompt": count, **options} if modality is Modality.IMAGE else options
@@ -101,7 +101,9 @@ class LlavaOnevisionAdapter(FeaturesAdapter):
     def _mixed(self, inputs: dict[str, torch.Tensor], alone: list[bool]) -> list[torch.Tensor]:
         """Requests of both kinds in one batch: one call each, in the order of the pictures."""
         sizes = inputs["image_sizes"].tolist()
-        counts = [self.tiles(width, height) if single else 1 for (height, width), single in zip(sizes, alone, strict=True)]
+        counts = [
+            self.tiles(width, height) if single else 1 for (height, width), single in zip(sizes, alone, strict=True)
+        ]
         rows = []
         for tiles, size, single in zip(inputs["pixel_values"].split(counts), inputs["image_sizes"], alone, strict=True):
             one = {"pixel_values": tiles, "image_sizes": size[None], "alone": torch.tensor([single])}

@@ -319,7 +319,7 @@ def find_encoder(
     for file in _files(folder, shapes, rename):
         for key, shape, kind in _headers(file):
             name = rename(key)
-            if name not in shapes:
+            if name is None or name not in shapes:
                 _refuse_left_over(name, patterns)
                 continue
             if kind not in _DTYPES:

@@ -29,19 +29,20 @@ class Option:
 
     def check(self, value: Any) -> Any:
         """The value in its type. Raises BadRequestError `invalid_option` with what would be right."""
-        if self.kind is bool:
-            right, expected = type(value) is bool, "true or false"
-        elif self.kind is str:
-            right, expected = isinstance(value, str) and value in self.choices, f"one of: {', '.join(self.choices)}"
-        elif self.kind is int:
-            right = type(value) is int and self.least <= value <= self.most
-            expected = f"a whole {self.unit} from {self.least} to {self.most}"
-        else:
-            right = type(value) in (int, float) and self.least < value <= self.most
-            expected = f"a number above {self.least:g}, at most {self.most:g}"
-        if not right:
-            raise BadRequestError("invalid_option", f"Option {self.name} must be {expected}")
-        return float(value) if self.kind is float else value
+        if self.kind is bool and type(value) is not bool:
+            raise BadRequestError("invalid_option", f"Option {self.name} must be true or false")
+        if self.kind is str and value not in self.choices:
+            choices = ", ".join(self.choices)
+            raise BadRequestError("invalid_option", f"Option {self.name} must be one of: {choices}")
+        if self.kind is int and not (type(value) is int and self.least <= value <= self.most):
+            text = f"Option {self.name} must be a whole {self.unit} from {self.least} to {self.most}"
+            raise BadRequestError("invalid_option", text)
+        if self.kind is not float:
+            return value
+        if type(value) not in (int, float) or not self.least < value <= self.most:
+            text = f"Option {self.name} must be a number above {self.least}, at most {self.most}"
+            raise BadRequestError("invalid_option", text)
+        return float(value)
 
 
 def pixels(name: str, meaning: str) -> Option:

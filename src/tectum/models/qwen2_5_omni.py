@@ -18,8 +18,8 @@ class OmniAdapter(QwenVLAdapter, AudioWindowAdapter):
     """What the two Omni families share. Of the full model only the thinker is looked at."""
 
     modalities = frozenset({Modality.IMAGE, Modality.VIDEO, Modality.AUDIO})
-    options = {**QwenVLAdapter.options, Modality.VIDEO: (*QwenVLAdapter.options[Modality.VIDEO], AUDIO_TRACK)}
-    batch_bound = {**QwenVLAdapter.batch_bound, Modality.AUDIO: 2e-5}
+    options: ClassVar = {**QwenVLAdapter.options, Modality.VIDEO: (*QwenVLAdapter.options[Modality.VIDEO], AUDIO_TRACK)}
+    batch_bound: ClassVar = {**QwenVLAdapter.batch_bound, Modality.AUDIO: 2e-5}
     #: the family's processor, whose default bounds on videos hold over those of the checkpoint
     processor_class: ClassVar[str]
 
@@ -38,9 +38,16 @@ class OmniAdapter(QwenVLAdapter, AudioWindowAdapter):
 
 class Qwen25OmniAdapter(OmniAdapter):
     family = "qwen2_5_omni"
-    architectures = ("Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel")
+    architectures = (
+        "Qwen2_5OmniThinkerForConditionalGeneration",
+        "Qwen2_5OmniForConditionalGeneration",
+        "Qwen2_5OmniModel",
+    )
     processor_class = "Qwen2_5OmniProcessor"
-    row_rule = {**OmniAdapter.row_rule, Modality.AUDIO: "one for every 40 ms begun, of at most the extractor's window"}
+    row_rule: ClassVar = {
+        **OmniAdapter.row_rule,
+        Modality.AUDIO: "one for every 40 ms begun, of at most the extractor's window",
+    }
 
     def count_recording(self, samples: int, longest: int) -> Count:
         extractor, frames = self.processors.audio, self.mel_frames(samples)

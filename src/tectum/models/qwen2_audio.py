@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,8 +15,8 @@ from tectum.types import Modality
 class Qwen2AudioAdapter(AudioWindowAdapter):
     family = "qwen2_audio"
     architectures = ("Qwen2AudioForConditionalGeneration",)
-    row_rule = {Modality.AUDIO: "one for every 40 ms begun, of at most 30 s"}
-    batch_bound = {Modality.AUDIO: 1e-5}
+    row_rule: ClassVar = {Modality.AUDIO: "one for every 40 ms begun, of at most 30 s"}
+    batch_bound: ClassVar = {Modality.AUDIO: 1e-5}
 
     def count_recording(self, samples: int, longest: int) -> Count:
         extractor = self.processors.audio

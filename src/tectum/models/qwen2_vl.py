@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -29,17 +29,22 @@ class QwenVLAdapter(FeaturesAdapter):
     """The common part of the Qwen-VL families: their processors and their grids."""
 
     modalities = frozenset({Modality.IMAGE, Modality.VIDEO})
-    options = {
+    options: ClassVar = {
         Modality.IMAGE: (*_BOUNDS, detail("at most 512 x 512 pixels")),
         Modality.VIDEO: (*_BOUNDS, FPS, NUM_FRAMES, MAX_FRAMES),
     }
-    default_sampling = {"fps": 2.0}
+    default_sampling: ClassVar = {"fps": 2.0}
     frame_group = 2
-    row_rule = {
+    row_rule: ClassVar = {
         Modality.IMAGE: "height x width of the patch grid / 4",
         Modality.VIDEO: "time x height x width of the patch grid / 4; two frames are one step of time",
     }
-    batch_bound = {Modality.IMAGE: 1e-5, Modality.VIDEO: 1e-5}
+    batch_bound: ClassVar = {Modality.IMAGE: 1e-5, Modality.VIDEO: 1e-5}
+
+    def __init__(self, model: Any, processors: Any, config: Any, model_id: str, device: torch.device) -> None:
+        super().__init__(model, processors, config, model_id, device)
+        if getattr(processors.video, "cap_pixels_per_frame", False) is None:
+            processors.video.cap_pixels_per_frame = False  # what None means today, said before every clip warns of it
 
     # --- pictures ---
 
@@ -120,6 +125,7 @@ class QwenVLAdapter(FeaturesAdapter):
             "pixel_values_videos": features["pixel_values_videos"],
             "video_grid_thw": features["video_grid_thw"],
         }
+
 
 class Qwen2VLAdapter(QwenVLAdapter):
     family = "qwen2_vl"

@@ -7,7 +7,7 @@ prompt whose recordings are spread over several encoders says how long the longe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,9 +29,12 @@ class Qwen3OmniAdapter(OmniAdapter):
     family = "qwen3_omni"
     architectures = ("Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration")
     processor_class = "Qwen3OmniMoeProcessor"
-    options = {**OmniAdapter.options, Modality.AUDIO: (_PADDED,)}
+    options: ClassVar = {**OmniAdapter.options, Modality.AUDIO: (_PADDED,)}
     depends_on_prompt = "recordings are padded to the longest in the prompt: option `padded_samples`"
-    row_rule = {**OmniAdapter.row_rule, Modality.AUDIO: "13 for each 100 frames of 10 ms, and an eighth of the rest"}
+    row_rule: ClassVar = {
+        **OmniAdapter.row_rule,
+        Modality.AUDIO: "13 for each 100 frames of 10 ms, and an eighth of the rest",
+    }
 
     def longest_recording(self) -> float:
         return float("inf")

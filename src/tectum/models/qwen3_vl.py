@@ -20,9 +20,7 @@ class Qwen3VLAdapter(QwenVLAdapter):
         steps = -(-frames // processor.temporal_patch_size)
         return self._split(frames, height, width, size, patches // steps)
 
-    def _split(
-        self, frames: int, height: int, width: int, size: Mapping[str, int], patches: int
-    ) -> tuple[int, int]:
+    def _split(self, frames: int, height: int, width: int, size: Mapping[str, int], patches: int) -> tuple[int, int]:
         """The sides of one step's grid; their product is what the processor counts."""
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
@@ -32,9 +30,7 @@ class Qwen3VLAdapter(QwenVLAdapter):
         if processor.cap_pixels_per_frame:
             cap = processor.max_video_tokens * factor * factor
             most = max(min(cap, most // frames), int(size["shortest_edge"] * 1.05)) * frames
-        sides = smart_resize(
-            frames, height, width, processor.temporal_patch_size, factor, size["shortest_edge"], most
-        )
+        sides = smart_resize(frames, height, width, processor.temporal_patch_size, factor, size["shortest_edge"], most)
         grid = sides[0] // processor.patch_size, sides[1] // processor.patch_size
         assert grid[0] * grid[1] == patches, "the grid is the processor's own"
         return grid

@@ -31,7 +31,12 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "whisper": ("encoders", "WhisperAdapter"),
 }
 #: the same for a person, short enough for an error; a test holds it equal to the families
-SERVED = "Qwen2/2.5/3-VL, 2.5/3-Omni, 2-Audio, LLaVA, OneVision, InternVL, Gemma3, Idefics3, SmolVLM, Voxtral, CLIP, SigLIP, DINOv2, Whisper"
+SERVED = (
+    "Qwen2/2.5/3-VL, 2.5/3-Omni, 2-Audio, LLaVA, OneVision, InternVL, Gemma3, Idefics3, SmolVLM, Voxtral, "
+    "CLIP, SigLIP, DINOv2, Whisper"
+)
+#: letters of an unknown architecture that fit into the error beside the known ones
+NAME_ROOM = MAX_TEXT - len(" is not supported (docs/adding-a-family.md); known: ") - len(SERVED)
 
 
 def adapter_class(family: str) -> type[FeaturesAdapter]:
@@ -49,7 +54,8 @@ def adapter_for(architecture: str) -> type[FeaturesAdapter]:
     """The adapter class of an architecture. Raises StartupError `unsupported_architecture` with the families there are."""
     family = architectures().get(architecture)
     if family is None:
-        end = f" is not supported (docs/adding-a-family.md); known: {SERVED}"
-        text = architecture[: MAX_TEXT - len(end)] + end
+        name = architecture if len(architecture) <= NAME_ROOM else f"{architecture[: NAME_ROOM - 1]}…"
+        served = SERVED
+        text = f"{name} is not supported (docs/adding-a-family.md); known: {served}"
         raise StartupError("unsupported_architecture", text, supported=sorted(architectures()))
     return adapter_class(family)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,9 +17,9 @@ class SmolVLMAdapter(Idefics3Adapter):
     family = "smolvlm"
     architectures = ("SmolVLMForConditionalGeneration",)
     modalities = frozenset({Modality.IMAGE, Modality.VIDEO})
-    options = {**Idefics3Adapter.options, Modality.VIDEO: (FPS, NUM_FRAMES, MAX_FRAMES)}
-    row_rule = {**Idefics3Adapter.row_rule, Modality.VIDEO: "a tile's rows for each frame"}
-    batch_bound = {Modality.IMAGE: 0.0, Modality.VIDEO: 0.0}
+    options: ClassVar = {**Idefics3Adapter.options, Modality.VIDEO: (FPS, NUM_FRAMES, MAX_FRAMES)}
+    row_rule: ClassVar = {**Idefics3Adapter.row_rule, Modality.VIDEO: "a tile's rows for each frame"}
+    batch_bound: ClassVar = {Modality.IMAGE: 0.0, Modality.VIDEO: 0.0}
 
     def count_clip(self, frames: int, width: int, height: int, options: Mapping[str, Any]) -> Count:
         return self.tiles(frames)

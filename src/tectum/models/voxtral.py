@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,8 +15,8 @@ class VoxtralAdapter(FeaturesAdapter):
     family = "voxtral"
     architectures = ("VoxtralForConditionalGeneration",)
     modalities = frozenset({Modality.AUDIO})
-    row_rule = {Modality.AUDIO: "375 for each window of 30 s begun, padding included"}
-    batch_bound = {Modality.AUDIO: 1e-5}
+    row_rule: ClassVar = {Modality.AUDIO: "375 for each window of 30 s begun, padding included"}
+    batch_bound: ClassVar = {Modality.AUDIO: 1e-5}
 
     def count_recording(self, samples: int, longest: int) -> Count:
         extractor, tower = self.processors.audio, self.config.audio_config

@@ -8,27 +8,24 @@ admits the stage.
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
-
-from PIL import Image
 
 from tectum.config import Settings
 from tectum.delivery.staging import StagingPool
 from tectum.errors import BadRequestError, DeliveryError, InternalError, TectumError, UnavailableError
+from tectum.media.decode import Decoded, decode_item, probe_item, small_item
 from tectum.media.fetch import Fetcher
-from tectum.media.image import decode_image
 from tectum.media.policy import MediaPolicy
 from tectum.media.source import item_bytes, needs_fetch
 from tectum.pipeline.pipeline import PreparedPart, Staged
 from tectum.pipeline.threads import run_to_end
-from tectum.types import Destination, EncodeRequest, MediaItem, Modality, RequestMetadata
+from tectum.types import Destination, EncodeRequest, RequestMetadata
 
 if TYPE_CHECKING:
     from tectum.models.adapter import Adapter
@@ -68,11 +65,8 @@ class Stages:
             executor.shutdown(wait=False, cancel_futures=True)
 
     async def warm_up(self) -> None:
-        """Run one small picture through every thread, so that the first caller pays for no lazy start."""
-        file = io.BytesIO()
-        Image.new("RGB", (224, 224), (128, 128, 128)).save(file, "JPEG")
-        item = MediaItem(Modality.IMAGE, data=file.getvalue())
-        request = EncodeRequest("warm-up", (item,))
+        """Run one small item through every thread, so that the first caller pays for no lazy start."""
+        request = EncodeRequest("warm-up", (small_item(self.adapter.modalities),))
         threads = self._settings.prepare_threads
         all_running = threading.Barrier(threads)
 
@@ -124,15 +118,25 @@ class Stages:
             raise error.at_item(index) from None
 
     def _decode_and_prepare(self, request: EncodeRequest, fetched: dict[int, bytes]) -> PreparedPart:
-        """In a prepare thread: bytes → pictures → the adapter's inputs, with the metadata they imply."""
-        pictures = []
-        for index, item in enumerate(request.items):
-            try:
-                pictures.append(decode_image(item_bytes(item, self.policy, fetched.get(index)), self.policy))
-            except TectumError as error:
-                raise error.at_item(index) from None
-        prepared = self.adapter.prepare(pictures, request.options)
+        """In a prepare thread: bytes → decoded media, one at a time → the adapter's inputs, with the metadata they imply."""
+        modality, options = request.modality, request.options
+
+        def encoded(index: int) -> bytes:
+            return item_bytes(request.items[index], self.policy, fetched.get(index))
+
+        self._refuse_too_large(request, encoded)
+        reading = self.adapter.reading(modality, options)
+        media = Decoded(len(request.items), lambda index: decode_item(encoded(index), modality, self.policy, reading))
+        prepared = self.adapter.prepare(media, options, modality)
         return PreparedPart(self._metadata(request, prepared.items), prepared)
+
+    def _refuse_too_large(self, request: EncodeRequest, encoded: Callable[[int], bytes]) -> None:
+        """What no batch would ever take is refused from its items' headers, before anything is decoded."""
+        infos = Decoded(len(request.items), lambda index: probe_item(encoded(index), request.modality, self.policy))
+        patches = sum(plan.patches for plan in self.adapter.plan(list(infos), request.options))
+        if patches > self._settings.max_queued_patches:
+            text = f"The request has {patches} patches (--max-queued-patches {self._settings.max_queued_patches})"
+            raise BadRequestError("request_too_large", text, limit=self._settings.max_queued_patches)
 
     def _metadata(self, request: EncodeRequest, items: Sequence[Any]) -> RequestMetadata:
         return RequestMetadata(
@@ -141,7 +145,7 @@ class Stages:
             part_idx=request.part_idx,
             items=tuple(items),
             width=self.adapter.width,
-            deepstack_layers=self.adapter.deepstack_layers,
+            deepstack_layers=self.adapter.deepstack_layers_of(request.modality),
             dtype=self.adapter.dtype,
         )
 
