@@ -53,7 +53,9 @@ def test_channels_are_averaged():
     assert recording.info.channels == 2
 
 
-@pytest.mark.parametrize(("form", "subtype"), [("FLAC", None), ("OGG", "VORBIS"), ("AIFF", None), ("MP3", None), ("WAV", "PCM_16")])
+@pytest.mark.parametrize(
+    ("form", "subtype"), [("FLAC", None), ("OGG", "VORBIS"), ("AIFF", None), ("MP3", None), ("WAV", "PCM_16")]
+)
 def test_compressed_forms_decode_to_much_the_same(form, subtype):
     samples = sine(1.0, 16000)
     recording = decode_audio(written(samples, 16000, form, subtype), POLICY, 16000)

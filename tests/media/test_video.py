@@ -39,7 +39,11 @@ def video(
     file = io.BytesIO()
     container = av.open(file, "w", format=form)
     stream = container.add_stream(codec, rate=fps, options={"qp": "0"} if codec == "libx264" else {})
-    stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv444p" if codec == "libx264" else "yuvj420p"
+    stream.width, stream.height, stream.pix_fmt = (
+        frames.shape[2],
+        frames.shape[1],
+        "yuv444p" if codec == "libx264" else "yuvj420p",
+    )
     if codec == "mpeg4":
         stream.pix_fmt = "yuv420p"
     if pts is not None:
@@ -87,7 +91,9 @@ def test_frames_equal_those_that_transformers_own_reader_decodes(tmp_path):
 
     path = tmp_path / "clip.mp4"
     path.write_bytes(video(zoo.frames(12, 96, 64)))
-    theirs, metadata = load_video(str(path), backend="pyav", sample_indices_fn=lambda metadata, **_: np.arange(1, 12, 3))
+    theirs, metadata = load_video(
+        str(path), backend="pyav", sample_indices_fn=lambda metadata, **_: np.arange(1, 12, 3)
+    )
     clip = decode_video(path.read_bytes(), POLICY, lambda info: range(1, 12, 3))
     assert np.array_equal(clip.frames, theirs)
     assert (clip.info.frames, clip.info.fps) == (metadata.total_num_frames, metadata.fps)

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -243,7 +243,7 @@ def _encoder_shards(folder: Path) -> list[str]:
 
 
 def _shards_with(folder: Path, shapes: Mapping[str, Any], rename: Callable[[str], str | None]) -> list[str]:
-    patterns = {_pattern(name) for name in shapes}
+    patterns = _patterns(shapes)
     return sorted({file for key, file in _weight_map(folder).items() if _pattern(rename(key) or "") in patterns})
 
 
@@ -315,7 +315,7 @@ def find_encoder(
     """
     where: dict[str, tuple[Path, str]] = {}
     bytes_by_kind: Counter[str] = Counter()
-    patterns = {_pattern(name) for name in shapes}
+    patterns = _patterns(shapes)
     for file in _files(folder, shapes, rename):
         for key, shape, kind in _headers(file):
             name = rename(key)
@@ -344,6 +344,11 @@ def find_encoder(
 def _pattern(name: str) -> str:
     """A name with its layer numbers taken out: the same for all layers of a stack."""
     return ".".join("#" if part.isdigit() else part for part in name.split("."))
+
+
+def _patterns(names: Iterable[str]) -> set[str]:
+    """The patterns of the encoder's names, with and without the base model's prefix: a checkpoint may leave it out."""
+    return {_pattern(form) for name in names for form in (name, name.removeprefix("model."))}
 
 
 def _refuse_left_over(name: str | None, patterns: set[str]) -> None:

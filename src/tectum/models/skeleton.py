@@ -8,6 +8,7 @@ to the names of this version of transformers by the library's own conversions.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ MAX_LAYERS = 1000
 _LAYERS = ("num_hidden_layers", "depth", "encoder_layers", "decoder_layers")
 #: an Omni checkpoint holds the thinker among other models; only its keys and its config are looked at
 THINKER = "thinker"
+#: what looks like a path in somebody else's words
+_PATH = re.compile(r"\S*/\S+")
 
 
 def read_config(folder: Any, cls: type[FeaturesAdapter]) -> Any:
@@ -139,6 +142,6 @@ def _check_layers(config: Any) -> None:
 
 
 def _damaged(error: Exception) -> StartupError:
-    words = str(error).strip().splitlines() or [""]
-    text = f"config.json does not describe a model ({type(error).__name__}: {words[-1].strip()[:90]})"
+    words = _PATH.sub("…", (str(error).strip().splitlines() or [""])[-1].strip())
+    text = f"config.json does not describe a model ({type(error).__name__}: {words[:90]})"
     return StartupError("invalid_checkpoint", text)
