@@ -251,6 +251,7 @@ class Embedding:
     grid_thw: (time, height, width) in patches for each item, empty for families without a grid.
     deepstack: further `[tokens, width]` arrays, first layer first (Qwen3-VL), else empty.
     dtype: element type of the arrays, a key of `DTYPE_BYTES`.
+    items: for each item what `ItemMetadata.to_json` says of it (timestamps, seconds a step, …); empty where not sent.
     """
 
     rows: Any
@@ -259,6 +260,7 @@ class Embedding:
     deepstack: tuple[Any, ...]
     dtype: str
     req_id: str = ""
+    items: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         tokens = self.rows.shape[0]

@@ -225,5 +225,6 @@ def _through_the_wire(prepared: Prepared, encoded: EncodedRows) -> Embedding:
         deepstack=encoded.deepstack,
         dtype=str(encoded.rows.dtype).removeprefix("torch."),
         req_id="parity",
+        items=[item.to_json() for item in prepared.items],
     )
     return wire.unpack(document)
