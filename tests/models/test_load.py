@@ -209,3 +209,39 @@ def _write_large_weights(folder: Path, config: dict) -> None:
     save_file({"model.embed_tokens.weight": language}, folder / "lm.safetensors")
     weight_map = {**dict.fromkeys(weights, "encoder.safetensors"), "model.embed_tokens.weight": "lm.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("family", "whole", "model_type"),
+    [
+        ("qwen2_5_omni", "Qwen2_5OmniForConditionalGeneration", "qwen2_5_omni"),
+        ("qwen3_omni", "Qwen3OmniMoeForConditionalGeneration", "qwen3_omni_moe"),
+    ],
+)
+def test_of_a_whole_omni_model_the_thinker_is_loaded(family, whole, model_type, tmp_path):
+    thinker = zoo.build(family, tmp_path / "thinker")
+    folder = Path(shutil.copytree(thinker, tmp_path / "whole"))
+    config = json.loads((folder / "config.json").read_text())
+    outer = {"architectures": [whole], "model_type": model_type, "thinker_config": config}
+    (folder / "config.json").write_text(json.dumps(outer))
+    weights = {f"thinker.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file({**weights, "talker.model.norm.weight": torch.zeros(4)}, folder / "model.safetensors")
+    one, other = load_adapter(str(thinker), device="cpu"), load_adapter(str(folder), device="cpu")
+    prepared = one.prepare([zoo.picture(100, 80)], {})
+    assert torch.equal(one.encode([prepared])[0].rows, other.encode([prepared])[0].rows)
+    assert (other.architecture, other.encoder_bytes) == (whole, one.encoder_bytes)
+
+
+def test_a_llava_of_the_time_before_transformers_5_loads(tmp_path):
+    """Keys as the published checkpoints have them: towers at the top, and the tower's own model one level deeper."""
+    folder = zoo.build("llava", tmp_path / "new")
+    old = Path(shutil.copytree(folder, tmp_path / "old"))
+    weights = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        plain = name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
+        weights[plain.replace("vision_tower.", "vision_tower.vision_model.")] = tensor
+    assert any(name.startswith("vision_tower.vision_model.embeddings") for name in weights)
+    save_file(weights, old / "model.safetensors")
+    new_adapter, old_adapter = (load_adapter(str(path), device="cpu") for path in (folder, old))
+    prepared = new_adapter.prepare([zoo.picture(100, 80)], {})
+    assert torch.equal(new_adapter.encode([prepared])[0].rows, old_adapter.encode([prepared])[0].rows)

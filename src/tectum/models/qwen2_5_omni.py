@@ -46,7 +46,7 @@ class Qwen25OmniAdapter(OmniAdapter):
     processor_class = "Qwen2_5OmniProcessor"
     row_rule: ClassVar = {
         **OmniAdapter.row_rule,
-        Modality.AUDIO: "one for every 40 ms begun, of at most the extractor's window",
+        Modality.AUDIO: "`((n - 1) // 2 - 1) // 2 + 1` of n frames of 10 ms, of at most the extractor's window",
     }
 
     def count_recording(self, samples: int, longest: int) -> Count:

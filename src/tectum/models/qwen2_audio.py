@@ -15,7 +15,9 @@ from tectum.types import Modality
 class Qwen2AudioAdapter(AudioWindowAdapter):
     family = "qwen2_audio"
     architectures = ("Qwen2AudioForConditionalGeneration",)
-    row_rule: ClassVar = {Modality.AUDIO: "one for every 40 ms begun, of at most 30 s"}
+    row_rule: ClassVar = {
+        Modality.AUDIO: "`((n - 1) // 2 - 1) // 2 + 1` of n frames of 10 ms, of at most 30 s: one for 40 ms"
+    }
     batch_bound: ClassVar = {Modality.AUDIO: 1e-5}
 
     def count_recording(self, samples: int, longest: int) -> Count:
