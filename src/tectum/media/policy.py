@@ -24,10 +24,17 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class MediaPolicy:
-    """Limits for one item. Sizes in bytes, times in seconds."""
+    """Limits for one item. Sizes in bytes, times in seconds.
+
+    max_video_frames: frames in the container, whether they are looked at or not. max_clip_bytes: of the frames that are.
+    """
 
     max_media_bytes: int = 32 * 1024 * 1024
     max_image_pixels: int = 64_000_000
+    max_video_frames: int = 100_000
+    max_video_seconds: float = 3600.0
+    max_clip_bytes: int = 1024 * 1024 * 1024
+    max_audio_seconds: float = 3600.0
     fetch_timeout: float = 10.0
     connect_timeout: float = 3.0
     max_redirects: int = 3

@@ -32,7 +32,7 @@ class LocalEncoder:
     lanes = 1
 
     def __init__(self, adapter: Adapter, settings: Settings) -> None:
-        self.unit = EncoderUnit(adapter, media_policy(settings))
+        self.unit = EncoderUnit(adapter, media_policy(settings), settings.max_request_patches)
         self.fuses = fuses(settings, adapter.device.type)
         self.on_lane_lost: Callable[[int], None] = _nothing  # this process is the lane: it cannot outlive it
         threads = settings.forward_threads or max(1, (os.cpu_count() or 1) - 1)

@@ -200,7 +200,7 @@ def _load(line: Line, start: messages.Start, settings: Settings) -> Any:
         dtype=settings.dtype,
         progress=lambda what, fraction: line.send(Loading(what, fraction)),
     )
-    unit = EncoderUnit(adapter, media_policy(settings))
+    unit = EncoderUnit(adapter, media_policy(settings), settings.max_request_patches)
     unit.warm_up()
     return unit
 
