@@ -8,14 +8,14 @@ model runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from tectum.errors import BadRequestError, InternalError
 from tectum.models.adapter import Adapter, EncodedRows, ItemPlan, Prepared
-from tectum.models.sampling import Sampling, frame_times, sampled_fps, step_times
+from tectum.models.sampling import Sampling, frame_times, retimed, sampled_fps, step_times
 from tectum.types import (
     Clip,
     ClipInfo,
@@ -60,6 +60,8 @@ class FeaturesAdapter(Adapter):
     default_sampling: ClassVar[Mapping[str, float]] = {"num_frames": 8}
     #: frames that form one step of the time axis
     frame_group: ClassVar[int] = 1
+    #: the family's rule takes a rate and a bound on the number at once
+    rate_and_number: ClassVar[bool] = False
 
     def __init__(
         self, model: torch.nn.Module, processors: Processors, config: Any, model_id: str, device: torch.device
@@ -74,7 +76,7 @@ class FeaturesAdapter(Adapter):
         self._torch_dtype = next(model.parameters()).dtype
         self.dtype = str(self._torch_dtype).removeprefix("torch.")
         self.encoder_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        self.sampling = Sampling(processors.video, self.default_sampling, self.frame_group)
+        self.sampling = Sampling(processors.video, self.default_sampling, self.frame_group, self.rate_and_number)
 
     # --- what a family says ---
 
@@ -175,10 +177,10 @@ class FeaturesAdapter(Adapter):
             inputs, items = self._prepare_recordings(list(media), read)
         else:
             one = self._prepare_picture if modality is Modality.IMAGE else self._prepare_clip
-            if isinstance(media, Sized):
-                read = self.for_request(modality, read, len(media))
+            counted = media if isinstance(media, Sized) else list(media)
+            read = self.for_request(modality, read, len(counted))
             parts, items = [], []
-            for index, item in enumerate(media):
+            for index, item in enumerate(counted):
                 try:
                     part, metadata = one(item, read)
                 except BadRequestError as error:
@@ -199,6 +201,7 @@ class FeaturesAdapter(Adapter):
 
     def _prepare_clip(self, clip: Clip, options: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], ItemMetadata]:
         self._refuse_unheard(clip.info, options)
+        clip = replace(clip, info=retimed(clip.info, options))
         frames, height, width, _ = clip.frames.shape
         count = self.count_clip(frames, width, height, options)
         facts = self.sampling.describe(clip, options)
