@@ -126,7 +126,6 @@ def _scan(container: Any, policy: MediaPolicy) -> _Scan:
     stream = _picture_stream(container)
     stream.codec_context.thread_count = 1  # many clips are prepared at once, each in its thread
     _check_picture(stream.codec_context.width, stream.codec_context.height, policy)
-    _check_length(stream.frames, float((stream.duration or 0) * (stream.time_base or 0)), policy)
     pts = sorted(_pts(container.demux(stream), policy))
     if not pts:
         raise BadRequestError("media_decode_failed", "The clip holds no frames")
