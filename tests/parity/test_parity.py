@@ -118,6 +118,12 @@ def test_qwen3_omnis_rows_depend_on_the_longest_recording(families):
     (encoded,) = family.adapter.encode([part])
     torch.testing.assert_close(encoded.rows, whole.rows[: part.rows], atol=2e-5, rtol=0)
     assert part.rows + family.adapter.prepare([recording(long)], {}, Modality.AUDIO).rows == whole.placeholders
+    infos = [RecordingInfo(len(samples) / 16000, 16000, 1) for samples in (short, long)]
+    together = family.adapter.prepare([recording(short), recording(long)], {}, Modality.AUDIO)
+    planned = [plan.rows for plan in family.adapter.plan(infos, {})]
+    assert planned == [item.rows for item in together.items]
+    (encoded,) = family.adapter.encode([together])
+    assert torch.equal(encoded.rows, whole.rows)
 
 
 def recording(samples) -> Recording:

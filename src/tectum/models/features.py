@@ -7,6 +7,7 @@ model runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -139,28 +140,32 @@ class FeaturesAdapter(Adapter):
         return Reading(rate=getattr(self.processors.audio, "sampling_rate", 16000))
 
     def plan(self, infos: Sequence[MediaInfo], options: Mapping[str, Any]) -> tuple[ItemPlan, ...]:
+        modality = MODALITY_OF[type(infos[0])]
+        read = self.for_request(modality, self.read_options(modality, options), len(infos))
+        lengths = [self._samples(info) for info in infos if isinstance(info, RecordingInfo)]
+        longest = max([read.get("padded_samples", 0), *lengths])
         plans = []
         for index, info in enumerate(infos):
-            modality = _MODALITY_OF[type(info)]
-            read = self.for_request(modality, self.read_options(modality, options), len(infos))
             try:
-                count, decoded = self._count(info, read)
+                count, decoded = self._count(info, read, longest)
             except BadRequestError as error:
                 raise error.at_item(index) from None
             plans.append(ItemPlan(count.rows, count.patches, decoded + 2 * 4 * count.elements))
         return tuple(plans)
 
-    def _count(self, info: MediaInfo, options: Mapping[str, Any]) -> tuple[Count, int]:
-        """The count, and the bytes of the decoded media."""
+    def _samples(self, info: RecordingInfo) -> int:
+        """Samples of a recording at the family's rate, as far as its container says."""
+        return max(1, math.ceil((info.seconds or 0.0) * self.processors.audio.sampling_rate - 1e-6))
+
+    def _count(self, info: MediaInfo, options: Mapping[str, Any], longest: int) -> tuple[Count, int]:
+        """The count, and the bytes of the decoded media. longest: samples of the longest recording in the prompt."""
         if isinstance(info, PictureInfo):
             return self.count_picture(info.width, info.height, options), info.width * info.height * 3
         if isinstance(info, ClipInfo):
             frames = len(self.sampling.choose(info, options))
             return self.count_clip(frames, info.width, info.height, options), frames * info.width * info.height * 3
-        rate = self.processors.audio.sampling_rate
-        samples = max(1, round((info.seconds or 0.0) * rate))
-        count = self.count_recording(samples, max(samples, options.get("padded_samples", 0)))
-        return count, max(info.rate * info.channels, rate) * 4 * (1 + samples // rate)
+        samples = self._samples(info)
+        return self.count_recording(samples, longest), samples * 4
 
     def for_request(self, modality: Modality, options: dict[str, Any], count: int) -> dict[str, Any]:
         """The options with those made explicit that depend on how many items the request holds."""
@@ -277,7 +282,8 @@ class FeaturesAdapter(Adapter):
         return tensor.to(self.device, dtype, non_blocking=True)
 
 
-_MODALITY_OF = {PictureInfo: Modality.IMAGE, ClipInfo: Modality.VIDEO, RecordingInfo: Modality.AUDIO}
+#: what an item's header gives → what the item is
+MODALITY_OF = {PictureInfo: Modality.IMAGE, ClipInfo: Modality.VIDEO, RecordingInfo: Modality.AUDIO}
 
 
 def flat(rows: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
