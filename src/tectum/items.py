@@ -76,7 +76,10 @@ def _is_picture(item: Any) -> bool:
 
 
 def _is_sound(item: Any) -> bool:
-    return isinstance(item, (list, tuple)) and len(item) == 2 and hasattr(item[0], "ndim") and type(item[1]) is int
+    """(samples, rate). Only floats: of integers it cannot be told what is loud."""
+    if not isinstance(item, (list, tuple)) or len(item) != 2 or type(item[1]) is not int:
+        return False
+    return getattr(getattr(item[0], "dtype", None), "kind", "") == "f" and item[0].ndim in (1, 2)
 
 
 def _pages(pictures: list[Any], form: str) -> bytes:

@@ -107,14 +107,11 @@ def test_a_variable_rate_keeps_its_own_times():
     assert numbers(clip) == [0, 1, 2, 3, 4]
 
 
-def test_a_header_that_lies_about_length_and_rate_is_not_believed():
-    honest = video(numbered(6))
-    place = honest.index(b"mdhd") + 4
-    version_flags_times, scale = place + 12, int.from_bytes(honest[place + 12 : place + 16], "big")
-    wrong = bytearray(honest)
-    wrong[place + 16 : place + 20] = (scale * 1000).to_bytes(4, "big")  # a thousand seconds
-    assert version_flags_times < len(wrong)
-    info = probe_video(bytes(wrong), POLICY)
+def test_a_header_that_lies_about_length_is_not_believed():
+    data = bytearray(video(numbered(6)))
+    box = data.index(b"mdhd") + 4  # version and flags, two dates, the time scale, the duration: four bytes each
+    data[box + 16 : box + 20] = (2**31).to_bytes(4, "big")
+    info = probe_video(bytes(data), POLICY)
     assert (info.frames, round(info.fps, 3), round(info.duration, 3)) == (6, 8.0, 0.75)
 
 

@@ -118,6 +118,12 @@ def test_qwen3_omnis_rows_depend_on_the_longest_recording(families):
     (encoded,) = family.adapter.encode([part])
     torch.testing.assert_close(encoded.rows, whole.rows[: part.rows], atol=2e-5, rtol=0)
     assert part.rows + family.adapter.prepare([recording(long)], {}, Modality.AUDIO).rows == whole.placeholders
+    infos = [RecordingInfo(len(samples) / 16000, 16000, 1) for samples in (short, long)]
+    together = family.adapter.prepare([recording(short), recording(long)], {}, Modality.AUDIO)
+    planned = [plan.rows for plan in family.adapter.plan(infos, {})]
+    assert planned == [item.rows for item in together.items]
+    (encoded,) = family.adapter.encode([together])
+    assert torch.equal(encoded.rows, whole.rows)
 
 
 def recording(samples) -> Recording:
@@ -182,6 +188,50 @@ def test_sound_is_not_dropped_by_a_model_that_hears_nor_in_silence_by_one_that_d
     (deaf,) = families("qwen2_5_vl").adapter.prepare([loud], {}, Modality.VIDEO).items
     assert dropped.facts["audio_track"] == "drop"
     assert "not heard" in deaf.facts["audio_track"]
+
+
+def test_a_list_of_frames_is_taken_whole_at_the_rate_that_it_says(families):
+    adapter = families("qwen3_vl").adapter
+    info = ClipInfo(64, 48, 6, tuple(i / 24 for i in range(6)), 24.0, 0.25, sampled=True)
+    listed = replace(clip(6, 64, 48), info=info, indices=tuple(range(6)))
+    assert adapter.reading(Modality.VIDEO, {"fps": 2}).choose(info) == list(range(6))
+    (item,) = adapter.prepare([listed], {"fps": 2}, Modality.VIDEO).items
+    assert item.timestamps == (0.25, 1.25, 2.25)
+    assert item.second_per_grid == 1.0
+    with pytest.raises(BadRequestError, match="more than max_frames"):
+        adapter.reading(Modality.VIDEO, {"max_frames": 4}).choose(info)
+
+
+def test_an_uneven_rate_keeps_the_clips_own_times(families):
+    info = ClipInfo(64, 48, 4, (0.0, 0.1, 2.0, 2.1), 4 / 2.8, 2.8)
+    uneven = replace(clip(4, 64, 48), info=info, indices=(0, 1, 2, 3))
+    (item,) = families("qwen3_vl").adapter.prepare([uneven], {}, Modality.VIDEO).items
+    assert item.timestamps == pytest.approx((0.05, 2.05))
+
+
+@pytest.mark.parametrize(
+    ("name", "modality", "options", "words"),
+    [
+        ("qwen3_vl", "video", {"fps": 0}, "above 0, at most 240"),
+        ("qwen3_vl", "video", {"fps": 2, "num_frames": 8}, "exclude each other"),
+        ("qwen3_vl", "video", {"num_frames": 10**6}, "whole number from 1 to 4096"),
+        ("qwen3_vl", "image", {"fps": 2}, "Unknown option 'fps'"),
+        ("gemma3", "image", {"detail": "medium"}, "one of: auto, low, high"),
+        ("gemma3", "image", {"do_pan_and_scan": 1}, "true or false"),
+        ("llava", "image", {"max_pixels": 9}, "takes: none"),
+        ("llava_onevision", "image", {"images_in_prompt": 1}, "at least 2"),
+        ("idefics3", "image", {"longest_edge": 10}, "at least 64 pixels"),
+        ("internvl", "image", {"min_patches": 9}, "above max_patches"),
+        ("whisper", "audio", {"language": "en"}, "Unknown option 'language'"),
+    ],
+)
+def test_wrong_options_are_refused(name, modality, options, words, families):
+    adapter = families(name).adapter
+    infos = {"image": PictureInfo(64, 64), "audio": RecordingInfo(1.0, 16000, 1)}
+    infos["video"] = ClipInfo(64, 48, 8, tuple(i / 8 for i in range(8)), 8.0, 1.0)
+    with pytest.raises(BadRequestError, match=words) as caught:
+        adapter.plan([infos[modality]] * 2, options)
+    assert (caught.value.code, caught.value.status) == ("invalid_option", 400)
 
 
 @pytest.mark.parametrize("name", ["clip", "siglip", "dinov2"])

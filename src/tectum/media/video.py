@@ -90,10 +90,7 @@ class _reported:  # noqa: N801 - used like a function
 
 def _chosen(info: ClipInfo, policy: MediaPolicy, choose: Choose) -> tuple[int, ...]:
     indices = tuple(choose(info))
-    size = len(indices) * info.width * info.height * 3
-    if size > policy.max_clip_bytes:
-        text = f"{len(indices)} frames of {info.width}x{info.height} are {size} bytes (limit {policy.max_clip_bytes})"
-        raise BadRequestError("media_too_large", text, limit=policy.max_clip_bytes)
+    _check_bytes(len(indices), info.width, info.height, policy)
     return indices
 
 
@@ -129,7 +126,6 @@ def _scan(container: Any, policy: MediaPolicy) -> _Scan:
     stream = _picture_stream(container)
     stream.codec_context.thread_count = 1  # many clips are prepared at once, each in its thread
     _check_picture(stream.codec_context.width, stream.codec_context.height, policy)
-    _check_length(stream.frames, float((stream.duration or 0) * (stream.time_base or 0)), policy)
     pts = sorted(_pts(container.demux(stream), policy))
     if not pts:
         raise BadRequestError("media_decode_failed", "The clip holds no frames")
@@ -240,6 +236,13 @@ def _check_length(frames: int, seconds: float, policy: MediaPolicy) -> None:
         raise BadRequestError("media_too_large", text, limit=policy.max_video_seconds)
 
 
+def _check_bytes(frames: int, width: int, height: int, policy: MediaPolicy) -> None:
+    size = frames * width * height * 3
+    if size > policy.max_clip_bytes:
+        text = f"{frames} frames of {width}x{height} are {size} bytes (limit {policy.max_clip_bytes})"
+        raise BadRequestError("media_too_large", text, limit=policy.max_clip_bytes)
+
+
 # --- animated pictures, and lists of frames ---
 
 
@@ -253,6 +256,7 @@ class _Pages:
         _check_picture(width, height, policy)
         count = int(getattr(self._picture, "n_frames", 1))
         _check_length(count, 0.0, policy)
+        _check_bytes(count, width, height, policy)  # to know their times, all of them are decoded
         listed = name == "TIFF" or count == 1
         times = tuple(i / NO_TIMES_FPS for i in range(count)) if listed else self._times(count)
         fps = NO_TIMES_FPS if listed or times[-1] <= 0 else (count - 1) / times[-1]

@@ -108,7 +108,8 @@ class Adapter(ABC):
     ) -> Prepared:
         """Preprocess decoded items (pictures: PIL, RGB; else `Clip`, `Recording`) on the CPU. From several threads at once.
 
-        `media` is walked once and nothing of it is kept, so that a generator that decodes holds one item at a time.
+        `media` is walked once and nothing of it is kept, so that what decodes as it is walked holds one item at a time
+        (it must know its length; a plain generator is read to its end first).
         Raises BadRequestError: `media_refused` with the item's index (the family cannot take it), `invalid_option`.
         """
 

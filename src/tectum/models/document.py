@@ -47,12 +47,12 @@ Options are part of what makes two requests the same. An unknown one, or one of 
 _VIDEO = """
 ## Videos
 
-A clip's packets are read first: they give the number of frames and the time of each, whatever the header claims. Then the
-family's own rule chooses frames (its processor's `sample_frames`, by `fps` or `num_frames`), and only those are kept. The metadata
-of an item say which rule held (`sampling`), which frames were taken (`frame_indices`, of `total_frames` at `fps`), when each
-step of the time axis is (`timestamps`, seconds) and how long one step lasts (`second_per_grid`). Times are frame number over
-rate, as the families write them into their prompts, as long as the clip's own times are within half a frame of that; a clip
-of variable rate keeps its own.
+A clip's packets are read first: they give the number of frames and the time of each, whatever the header claims. Then
+the family's own rule chooses frames (its processor's `sample_frames`, by `fps` or `num_frames`), and only those are
+kept. The metadata of an item say which rule held (`sampling`), which frames were taken (`frame_indices`, of
+`total_frames` at `fps`), when each step of the time axis is (`timestamps`, seconds) and how long one step lasts
+(`second_per_grid`). Times are frame number over rate, as the families write them into their prompts, as long as the
+clip's own times are within half a frame of that; a clip of variable rate keeps its own.
 
 | where neither request nor checkpoint says otherwise | |
 |---|---|
@@ -60,8 +60,9 @@ of variable rate keeps its own.
 _MORE = """
 - A rotation flag is honoured. A frame that cannot be decoded repeats the one before it (`repeated_frames` says how many);
   a clip of which more than half would be repeats is refused.
-- An animated GIF, PNG or WebP is a clip with the times of its frames. A TIFF of several pages is a list of frames that the
-  caller chose: all of them are taken. In Python, a list of pictures or an array `[frames, height, width, 3]` becomes such a TIFF.
+- An animated GIF, PNG or WebP is a clip with the times of its frames. A TIFF of several pages is a list of frames that
+  the caller chose: all of them are taken, and `fps` says at which rate they were (24 where it does not). In Python,
+  a list of pictures or an array `[frames, height, width, 3]` becomes such a TIFF.
 - A clip with sound, sent to a model that hears, must say what becomes of the sound: `audio_track: separate` (the same clip is
   also sent as an audio item) or `drop`. For a model that does not hear, the metadata say that the sound was not heard.
 - Containers: MP4/MOV, Matroska/WebM, AVI, FLV, MPEG. No playlist is ever opened.

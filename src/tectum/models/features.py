@@ -7,15 +7,16 @@ model runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from tectum.errors import BadRequestError, InternalError
 from tectum.models.adapter import Adapter, EncodedRows, ItemPlan, Prepared
-from tectum.models.sampling import Sampling, frame_times, sampled_fps, step_times
+from tectum.models.sampling import Sampling, frame_times, retimed, sampled_fps, step_times
 from tectum.types import (
     Clip,
     ClipInfo,
@@ -60,6 +61,8 @@ class FeaturesAdapter(Adapter):
     default_sampling: ClassVar[Mapping[str, float]] = {"num_frames": 8}
     #: frames that form one step of the time axis
     frame_group: ClassVar[int] = 1
+    #: the family's rule takes a rate and a bound on the number at once
+    rate_and_number: ClassVar[bool] = False
 
     def __init__(
         self, model: torch.nn.Module, processors: Processors, config: Any, model_id: str, device: torch.device
@@ -74,7 +77,7 @@ class FeaturesAdapter(Adapter):
         self._torch_dtype = next(model.parameters()).dtype
         self.dtype = str(self._torch_dtype).removeprefix("torch.")
         self.encoder_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        self.sampling = Sampling(processors.video, self.default_sampling, self.frame_group)
+        self.sampling = Sampling(processors.video, self.default_sampling, self.frame_group, self.rate_and_number)
 
     # --- what a family says ---
 
@@ -137,28 +140,32 @@ class FeaturesAdapter(Adapter):
         return Reading(rate=getattr(self.processors.audio, "sampling_rate", 16000))
 
     def plan(self, infos: Sequence[MediaInfo], options: Mapping[str, Any]) -> tuple[ItemPlan, ...]:
+        modality = MODALITY_OF[type(infos[0])]
+        read = self.for_request(modality, self.read_options(modality, options), len(infos))
+        lengths = [self._samples(info) for info in infos if isinstance(info, RecordingInfo)]
+        longest = max([read.get("padded_samples", 0), *lengths])
         plans = []
         for index, info in enumerate(infos):
-            modality = _MODALITY_OF[type(info)]
-            read = self.for_request(modality, self.read_options(modality, options), len(infos))
             try:
-                count, decoded = self._count(info, read)
+                count, decoded = self._count(info, read, longest)
             except BadRequestError as error:
                 raise error.at_item(index) from None
             plans.append(ItemPlan(count.rows, count.patches, decoded + 2 * 4 * count.elements))
         return tuple(plans)
 
-    def _count(self, info: MediaInfo, options: Mapping[str, Any]) -> tuple[Count, int]:
-        """The count, and the bytes of the decoded media."""
+    def _samples(self, info: RecordingInfo) -> int:
+        """Samples of a recording at the family's rate, as far as its container says."""
+        return max(1, math.ceil((info.seconds or 0.0) * self.processors.audio.sampling_rate - 1e-6))
+
+    def _count(self, info: MediaInfo, options: Mapping[str, Any], longest: int) -> tuple[Count, int]:
+        """The count, and the bytes of the decoded media. longest: samples of the longest recording in the prompt."""
         if isinstance(info, PictureInfo):
             return self.count_picture(info.width, info.height, options), info.width * info.height * 3
         if isinstance(info, ClipInfo):
             frames = len(self.sampling.choose(info, options))
             return self.count_clip(frames, info.width, info.height, options), frames * info.width * info.height * 3
-        rate = self.processors.audio.sampling_rate
-        samples = max(1, round((info.seconds or 0.0) * rate))
-        count = self.count_recording(samples, max(samples, options.get("padded_samples", 0)))
-        return count, max(info.rate * info.channels, rate) * 4 * (1 + samples // rate)
+        samples = self._samples(info)
+        return self.count_recording(samples, longest), samples * 4
 
     def for_request(self, modality: Modality, options: dict[str, Any], count: int) -> dict[str, Any]:
         """The options with those made explicit that depend on how many items the request holds."""
@@ -175,10 +182,10 @@ class FeaturesAdapter(Adapter):
             inputs, items = self._prepare_recordings(list(media), read)
         else:
             one = self._prepare_picture if modality is Modality.IMAGE else self._prepare_clip
-            if isinstance(media, Sized):
-                read = self.for_request(modality, read, len(media))
+            counted = media if isinstance(media, Sized) else list(media)
+            read = self.for_request(modality, read, len(counted))
             parts, items = [], []
-            for index, item in enumerate(media):
+            for index, item in enumerate(counted):
                 try:
                     part, metadata = one(item, read)
                 except BadRequestError as error:
@@ -199,6 +206,7 @@ class FeaturesAdapter(Adapter):
 
     def _prepare_clip(self, clip: Clip, options: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], ItemMetadata]:
         self._refuse_unheard(clip.info, options)
+        clip = replace(clip, info=retimed(clip.info, options))
         frames, height, width, _ = clip.frames.shape
         count = self.count_clip(frames, width, height, options)
         facts = self.sampling.describe(clip, options)
@@ -274,7 +282,8 @@ class FeaturesAdapter(Adapter):
         return tensor.to(self.device, dtype, non_blocking=True)
 
 
-_MODALITY_OF = {PictureInfo: Modality.IMAGE, ClipInfo: Modality.VIDEO, RecordingInfo: Modality.AUDIO}
+#: what an item's header gives → what the item is
+MODALITY_OF = {PictureInfo: Modality.IMAGE, ClipInfo: Modality.VIDEO, RecordingInfo: Modality.AUDIO}
 
 
 def flat(rows: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from PIL import Image
 
+from tectum.errors import BadRequestError
 from tectum.models.features import Count, FeaturesAdapter, flat
 from tectum.models.llava import fixed_size
 from tectum.models.options import FPS, MAX_FRAMES, NUM_FRAMES, Option
@@ -34,7 +35,12 @@ class LlavaOnevisionAdapter(FeaturesAdapter):
     batch_bound: ClassVar = {Modality.IMAGE: 0.0, Modality.VIDEO: 0.0}
 
     def for_request(self, modality: Modality, options: dict[str, Any], count: int) -> dict[str, Any]:
-        return {"images_in_prompt": count, **options} if modality is Modality.IMAGE else options
+        if modality is not Modality.IMAGE:
+            return options
+        if options.get("images_in_prompt", count) < count:
+            text = f"Option images_in_prompt must be at least {count}, the pictures of this request"
+            raise BadRequestError("invalid_option", text)
+        return {"images_in_prompt": count, **options}
 
     @property
     def _side(self) -> int:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from tectum.errors import StartupError, TectumError
 from tectum.models import skeleton
-from tectum.models.features import FeaturesAdapter, Processors
+from tectum.models.features import MODALITY_OF, FeaturesAdapter, Processors
 from tectum.models.registry import adapter_for
 from tectum.models.torchvision_compat import ensure_torchvision
 from tectum.types import DTYPE_BYTES, ClipInfo, MediaInfo, Modality, PictureInfo, RecordingInfo
@@ -141,8 +141,7 @@ def inspect_model(model: str) -> ModelReport:
 
 
 def _sample_rows(adapter: Adapter) -> dict[str, int]:
-    kinds = {PictureInfo: Modality.IMAGE, ClipInfo: Modality.VIDEO, RecordingInfo: Modality.AUDIO}
-    samples = {name: info for name, info in SAMPLES.items() if kinds[type(info)] in adapter.modalities}
+    samples = {name: info for name, info in SAMPLES.items() if MODALITY_OF[type(info)] in adapter.modalities}
     return {name: adapter.plan([info], {})[0].rows for name, info in samples.items()}
 
 

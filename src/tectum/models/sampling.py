@@ -6,8 +6,8 @@ asked for) give what they have instead of an error, and a bound on the number ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tectum.errors import BadRequestError
@@ -20,11 +20,13 @@ class Sampling:
 
     processor: its video processor. default: options that hold where the request and the processor say nothing.
     group: frames that form one step of the time axis; the last step is filled up by repeating the last frame.
+    rate_and_number: the rule takes both at once; every other family's takes one of them.
     """
 
     processor: Any
     default: Mapping[str, float]
     group: int = 1
+    rate_and_number: bool = False
 
     def wish(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """`{"fps": …}` or `{"num_frames": …}`: the request's, else the processor's own, else the family's."""
@@ -32,7 +34,7 @@ class Sampling:
         own = {name: value for name in ("num_frames", "fps") if (value := getattr(self.processor, name, None))}
         if asked or not own:
             return asked or dict(self.default)
-        return own
+        return own if self.rate_and_number else dict([next(iter(own.items()))])
 
     def choose(self, info: ClipInfo, options: Mapping[str, Any]) -> list[int]:
         """Indices of the frames to decode, ascending; at least one step of the time axis."""
@@ -52,6 +54,9 @@ class Sampling:
         from transformers.video_utils import VideoMetadata
 
         asked = dict(wish)
+        if "fps" in asked and not self.rate_and_number and getattr(self.processor, "num_frames", None):
+            # the checkpoint's own number would win over the rate that was asked for
+            asked = {"num_frames": max(1, int(info.frames / info.fps * asked["fps"]))}
         if "num_frames" in asked:
             asked["num_frames"] = min(asked["num_frames"], info.frames)
         metadata = VideoMetadata(total_num_frames=info.frames, fps=info.fps, duration=info.duration)
@@ -79,6 +84,14 @@ class Sampling:
         return facts
 
 
+def retimed(info: ClipInfo, options: Mapping[str, Any]) -> ClipInfo:
+    """A list of frames at the rate that the request says they were taken at; any other clip as it is."""
+    if not info.sampled or "fps" not in options:
+        return info
+    fps = float(options["fps"])
+    return replace(info, fps=fps, times=tuple(i / fps for i in range(info.frames)), duration=info.frames / fps)
+
+
 def sampled_fps(clip: Clip) -> float:
     """Frames taken of each second of the clip: the share of all frames, at their rate."""
     return len(clip.indices) / clip.info.frames * clip.info.fps
@@ -98,6 +111,3 @@ def step_times(times: Sequence[float], group: int) -> tuple[float, ...]:
     """One time for each step of `group` frames: midway between its first and its last, the last frame repeated."""
     padded = list(times) + [times[-1]] * (-len(times) % group)
     return tuple((padded[i] + padded[i + group - 1]) / 2 for i in range(0, len(padded), group))
-
-
-Chooser = Callable[[ClipInfo], Sequence[int]]

@@ -17,6 +17,7 @@ class SmolVLMAdapter(Idefics3Adapter):
     family = "smolvlm"
     architectures = ("SmolVLMForConditionalGeneration",)
     modalities = frozenset({Modality.IMAGE, Modality.VIDEO})
+    rate_and_number = True
     options: ClassVar = {**Idefics3Adapter.options, Modality.VIDEO: (FPS, NUM_FRAMES, MAX_FRAMES)}
     row_rule: ClassVar = {**Idefics3Adapter.row_rule, Modality.VIDEO: "a tile's rows for each frame"}
     batch_bound: ClassVar = {Modality.IMAGE: 0.0, Modality.VIDEO: 0.0}
