@@ -123,11 +123,13 @@ def decode_encode_body(text: bytes | bytearray | str, settings: Settings) -> Enc
 
 def _wrong_field(said: str) -> BadRequestError:
     """msgspec says `<what> - at `$.items[3].url``; where comes first here, and no value or long name is repeated."""
-    what, _, where = said.rpartition(" - at `$")
+    what, at, where = said.rpartition(" - at `$")
+    if not at:
+        what, where = said, ""
     path = where.rstrip("`").replace("[...]", "").replace("[", ".").replace("]", "").strip(".")
     parts = path.split(".")
     item = int(parts[1]) if len(parts) > 1 and parts[0] == "items" and parts[1].isdigit() else None
-    told, quoted, name = (what or said).partition("`")
+    told, quoted, name = what.partition("`")
     if told.startswith("Object contains unknown field"):
         what = f"there is no field `{name.rstrip('`')[:40]}`"
     elif told.startswith("Invalid enum value"):
