@@ -219,8 +219,8 @@ def error_class(code: str) -> type[TectumError]:
 
 def clean_text(text: str) -> str:
     """One line, at most 200 characters: no memory addresses, media or secrets of URLs, nothing unprintable."""
-    text = scrub(" ".join(text[: 16 * MAX_TEXT].split()))
-    text = "".join(c if c.isprintable() else "?" for c in text)
+    text = " ".join(text[: 16 * MAX_TEXT].split())
+    text = scrub("".join(c if c.isprintable() else "?" for c in text))
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 

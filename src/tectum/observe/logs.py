@@ -45,6 +45,8 @@ def configure(level: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("tectum").setLevel(level.upper())
+    for library in ("python_multipart", "PIL"):  # what they find wrong with an input is its caller's, who is told
+        logging.getLogger(library).setLevel(logging.CRITICAL)
 
 
 class RequestLog:
