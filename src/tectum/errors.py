@@ -38,6 +38,7 @@ CODES: dict[str, CodeSpec] = {
     "mixed_modalities": CodeSpec(400, "INVALID_ARGUMENT"),
     "unsupported_modality": CodeSpec(400, "INVALID_ARGUMENT"),
     "unauthorized": CodeSpec(401, "UNAUTHENTICATED"),
+    "cross_site": CodeSpec(403, "PERMISSION_DENIED"),
     "not_found": CodeSpec(404, "NOT_FOUND"),
     "method_not_allowed": CodeSpec(405, "UNIMPLEMENTED"),
     "request_timeout": CodeSpec(408, "DEADLINE_EXCEEDED", retryable=True),

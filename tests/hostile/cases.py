@@ -841,6 +841,20 @@ def _(servers: Servers) -> str:
     return "none"
 
 
+@case("D31", "a web page of another site calls a server on loopback that has no token", "403 403 403 200 200 200")
+def _(servers: Servers) -> str:
+    said_by_browsers = [
+        {"origin": "https://evil.example", "content-type": "text/plain"},
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site"},
+        {"origin": "http://localhost:3000"},
+        {"sec-fetch-site": "none"},
+        {"sec-fetch-site": "same-origin", "origin": servers.plain.url},
+    ]
+    answers = [servers.plain.http.get("/v1/models", headers=headers) for headers in said_by_browsers]
+    return " ".join(str(answer.status_code) for answer in answers)
+
+
 @case("D30", "options that are no options", "all 400")
 def _(servers: Servers) -> str:
     bad = [{"max_pixels": [1]}, {"max_pixels": -1}, {"max_pixels": 10**30}, {"max_pixels": True}, {"a" * 300: 1}]

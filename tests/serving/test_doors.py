@@ -331,3 +331,12 @@ def test_a_traceback_keeps_where_and_loses_what():
     assert "test_doors.fail:" in text
     assert text.endswith("ValueError: cannot read QUJDQUJDQUJDQUJD… at <object at 0x…>")
     assert str(Path(__file__).parent) not in text
+
+
+def test_a_tls_handshake_that_never_ends_is_cut(tiny, papers):
+    flags = ["--tls-cert", papers["server"], "--tls-key", papers["server-key"], "--head-timeout", "1"]
+    with EncoderProcess(tiny, "--forward-threads", "1", *map(str, flags)) as process:
+        with socket.create_connection(("127.0.0.1", int(process.url.rsplit(":", 1)[1])), 10) as silent:
+            silent.settimeout(10)  # uvicorn's own limit is a minute
+            assert silent.recv(1) == b""
+        assert httpx2.get(f"{process.url}/health/live", verify=trusting(papers), trust_env=False).status_code == 200

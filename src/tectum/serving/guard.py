@@ -13,10 +13,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tectum.config import Settings
+from tectum.config import Settings, is_loopback
 from tectum.errors import BadRequestError, StartupError, TectumError, UnavailableError
 from tectum.serving.connection import ABORT
 from tectum.serving.presence import CallerGoneError
@@ -217,6 +218,9 @@ class Guard:
         tokens = None if _is_open(scope["path"]) else self._tokens
         if tokens is not None and not tokens.accept(headers.get(b"authorization", b"")):
             raise BadRequestError("unauthorized", "A bearer token is needed: Authorization: Bearer …")
+        if tokens is None and _from_another_site(headers):
+            text = "A page of another site sent this; a server without a token answers no other site's pages"
+            raise BadRequestError("cross_site", text)
         if coming and scope["method"] not in _WITH_BODY:
             raise BadRequestError("invalid_request", f"A {scope['method'][:20]} request takes no body")
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
@@ -229,6 +233,19 @@ class Guard:
 
 def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
+
+
+def _from_another_site(headers: dict[bytes, bytes]) -> bool:
+    """Whether a browser says that a page from elsewhere made the request: any page can reach a loopback address."""
+    if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+        return True
+    origin = headers.get(b"origin")
+    if origin is None:
+        return False
+    try:
+        return not is_loopback(urlsplit(origin.decode("latin-1")).hostname or "")
+    except ValueError:
+        return True
 
 
 def _nothing() -> None:

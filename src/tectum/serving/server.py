@@ -41,6 +41,8 @@ log = logging.getLogger("tectum.server")
 
 #: seconds that an idle connection is kept: longer than our clients keep theirs, so that they never meet a closed one
 KEEP_ALIVE = 75
+#: connections that the kernel keeps while the event loop is busy
+BACKLOG = 2048
 #: seconds between two threads' turns at the interpreter; the default of 5 ms makes health probes wait behind preparing
 SWITCH_INTERVAL = 0.005
 
@@ -80,7 +82,7 @@ def bind(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise StartupError("port_in_use", f"Port {port} on {host} is in use; give another --port") from None
         raise StartupError("invalid_settings", f"host: cannot listen on {host}:{port}: {error.strerror}") from None
-    listener.listen(2048)
+    listener.listen(BACKLOG)
     return listener
 
 
@@ -148,7 +150,7 @@ async def _serve(
     async with running_pipeline(adapter, settings, (metrics, logs.RequestLog())) as pipeline:
         metrics.watch(pipeline.ledger)
         app = create_app(pipeline, model_card(adapter), settings, metrics)
-        server = _Server(_configured(app, settings, metrics, tls))
+        server = _Server(_configured(app, settings, metrics, tls), settings.head_timeout)
         stop = _stop_on_signals()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await server.listening.wait()
@@ -193,10 +195,29 @@ def _stop_on_signals() -> asyncio.Event:
 class _Server(uvicorn.Server):
     """uvicorn without its ten wake-ups a second and without its signal handlers: the process above owns both."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, handshake: float) -> None:
         super().__init__(config)
+        self._handshake = handshake
         self.listening = asyncio.Event()
         self.stop = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's for sockets that are there, but a TLS handshake gets no longer than a request's headers."""
+        assert sockets is not None, "the port is taken before the server is made"
+
+        def protocol() -> asyncio.Protocol:
+            made: Any = self.config.http_protocol_class
+            return cast(asyncio.Protocol, made(config=self.config, server_state=self.server_state, app_state={}))
+
+        loop = asyncio.get_running_loop()
+        patience = None if self.config.ssl is None else self._handshake
+        self.servers = [
+            await loop.create_server(
+                protocol, sock=sock, ssl=self.config.ssl, ssl_handshake_timeout=patience, backlog=BACKLOG
+            )
+            for sock in sockets
+        ]
+        self.started = True
 
     async def main_loop(self) -> None:
         self.listening.set()
