@@ -643,6 +643,13 @@ raw(
     HEAD + AUTH + b"Content-Encoding: gzip\r\nContent-Length: 5\r\n\r\nhello",
 )
 
+raw(
+    "D32",
+    "an upgrade to a protocol that is not spoken is answered in the one that is",
+    '200 {"status":"live"}',
+    b"GET /health/live HTTP/1.1\r\nHost: h\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\nPRI * HTTP/2.0\r\n\r\n",
+)
+
 
 @case("D19", "requests sent ahead by the hundred", "closed after at most 9 answers")
 def _(servers: Servers) -> str:

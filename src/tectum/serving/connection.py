@@ -49,6 +49,7 @@ class Connection(HttpToolsProtocol):
         self._refused = refused
         self._in_head = True  # between the end of one request and the end of the next one's headers
         self._head_bytes = 0
+        self._deaf = False
         self._refusal: TectumError | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -61,19 +62,19 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > self._limits.max_connections:
             self.app = self._turn_away
             if len(self.connections) > 2 * self._limits.max_connections:
-                self._count(_too_many())
+                self._refused(_too_many())
                 self.abort()
 
     async def _turn_away(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = _too_many()
-        self._count(error)
+        self._refused(error)
         head, body = problem_parts(error)
         await send({"type": "http.response.start", "status": error.status, "headers": head})
         await send({"type": "http.response.body", "body": body})
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        if self.parser is None or self.transport.is_closing():
+        if self._deaf or self.transport.is_closing():
             return
         if self._in_head:
             self._head_bytes += len(data)
@@ -82,9 +83,9 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserError:  # whatever was raised in a callback, too
             self._refuse(self._refusal or BadRequestError("invalid_request", "This is not a request in HTTP/1.1"))
-        except httptools.HttpParserUpgrade:
-            if self._in_head:
-                self._refuse(BadRequestError("invalid_request", "No protocol but HTTP/1.1 is spoken here"))
+        except httptools.HttpParserUpgrade:  # answered in HTTP/1.1 all the same, and nothing is read after it
+            self._deaf = True
+            self.cycle.keep_alive = False
         else:
             if self._in_head and self._head_bytes > self._limits.max_head_bytes:
                 self._refuse(self._head_too_large())
@@ -175,7 +176,8 @@ class Connection(HttpToolsProtocol):
         self._stop_head_timer()
         if self.transport.is_closing():
             return
-        self._count(error)
+        self._deaf = True
+        self._refused(error)
         if self.cycle is not None and not self.cycle.response_complete:
             self.abort()  # an earlier request's answer is under way: this one cannot be written into it
             return
@@ -185,9 +187,6 @@ class Connection(HttpToolsProtocol):
             self.transport.write(line + b"".join(b"%s: %s\r\n" % header for header in head) + b"\r\n" + body)
         self.transport.close()
         self._abort_later()
-
-    def _count(self, error: TectumError) -> None:
-        self._refused(error)
 
 
 def _too_many() -> UnavailableError:
