@@ -123,6 +123,9 @@ class Connection(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         self._head_timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._start_head_timer()  # what comes ahead of time may take its time: an earlier request is being answered
+            return
         seconds = self._limits.head_timeout
         self._refuse(
             BadRequestError("request_timeout", f"The request's headers took longer than {seconds:g} s (--head-timeout)")
