@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tectum.lifecycle.machine import TABLE, State
+from tectum.lifecycle.events import State
+from tectum.lifecycle.machine import TABLE
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
@@ -43,6 +44,7 @@ def diagram() -> list[str]:
 _DECIDED = {
     "_ask_release": "draining or released",
     "_fail": "released",
+    "_lose_inputs": "released",
     "_caller_left": "{state} or draining or released",
     "_confirm": "{state} or draining or released",
     "_lose": "{state} or draining or released",

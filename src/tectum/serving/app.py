@@ -17,10 +17,14 @@ from tectum.pipeline.pipeline import Pipeline
 from tectum.serving import native, problems
 from tectum.serving.bodies import openapi_schemas
 from tectum.serving.guard import BodyBudget, Guard, Tokens
+from tectum.workers.pool import WorkerPool
+
+#: of `--stall-timeout`: an encoder that finishes nothing for so long is called unhealthy, before it is replaced
+STALLED_SHARE = 0.75
 
 
-def create_app(pipeline: Pipeline, card: dict[str, Any], settings: Settings, metrics: Metrics) -> FastAPI:
-    """The ASGI application. `card` describes the model for `/v1/models`.
+def create_app(pipeline: Pipeline, pool: WorkerPool, settings: Settings, metrics: Metrics) -> FastAPI:
+    """The ASGI application, on a pipeline and the encoders that work for it.
 
     Raises StartupError when the token file cannot be read.
     """
@@ -33,7 +37,8 @@ def create_app(pipeline: Pipeline, card: dict[str, Any], settings: Settings, met
     )
     problems.install(app)
     app.include_router(native.router(pipeline, settings))
-    _add_pages(app, pipeline, card, settings, metrics)
+    _add_health(app, pipeline, pool, settings)
+    _add_pages(app, pool, settings, metrics)
     _add_catalogue(app)
     app.openapi = _documented(app.openapi)  # type: ignore[method-assign]
     budget = BodyBudget(settings.max_bodies_bytes, metrics.refused)
@@ -43,7 +48,9 @@ def create_app(pipeline: Pipeline, card: dict[str, Any], settings: Settings, met
     return app
 
 
-def _add_pages(app: FastAPI, pipeline: Pipeline, card: dict[str, Any], settings: Settings, metrics: Metrics) -> None:
+def _add_health(app: FastAPI, pipeline: Pipeline, pool: WorkerPool, settings: Settings) -> None:
+    """Probes. None of them waits for work, so that they never queue behind it."""
+
     @app.get("/health/live", tags=["health"], summary="The process answers")
     async def live() -> Response:
         return JSONResponse({"status": "live"})
@@ -52,11 +59,24 @@ def _add_pages(app: FastAPI, pipeline: Pipeline, card: dict[str, Any], settings:
     async def ready() -> Response:
         if pipeline.ledger.closing:
             raise UnavailableError("shutting_down", "The encoder is shutting down", retry_after=1.0)
-        return JSONResponse({"status": "ready", "live_requests": len(pipeline.ledger)})
+        if not pool.up:
+            raise UnavailableError("worker_lost", "No encoder process is up; one is being started", retry_after=1.0)
+        return JSONResponse({"status": "ready", "live_requests": len(pipeline.ledger), "workers_up": pool.up})
 
+    @app.get("/health/progress", tags=["health"], summary="Work that was accepted gets done")
+    async def progress() -> Response:
+        """Unhealthy when an encoder with pending work has finished no step for three quarters of `--stall-timeout`."""
+        stalled = pool.stalled_for()
+        if stalled > STALLED_SHARE * settings.stall_timeout:
+            text = f"An encoder has pending work and finished no step of it for {stalled:.0f} s"
+            raise UnavailableError("encoder_stalled", text, retry_after=5.0)
+        return JSONResponse({"status": "progressing", "stalled_s": round(stalled, 3), "workers": pool.describe()})
+
+
+def _add_pages(app: FastAPI, pool: WorkerPool, settings: Settings, metrics: Metrics) -> None:
     @app.get("/v1/models", tags=["native"], summary="The model that is served")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [card]})
+        return JSONResponse({"object": "list", "data": [pool.card]})
 
     @app.get("/v1/limits", tags=["native"], summary="The limits in force")
     async def limits() -> Response:

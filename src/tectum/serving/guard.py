@@ -26,7 +26,7 @@ from tectum.serving.problems import problem_response
 log = logging.getLogger("tectum.http")
 
 #: paths that answer without a token: probes need no secret, and an error's page is the same for everybody
-OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
+OPEN_PATHS = frozenset({"/health/live", "/health/ready", "/health/progress"})
 OPEN_PREFIXES = ("/errors/", "/api/errors/")
 #: seconds that the rest of a refused body is read and dropped, so that its sender gets to read why
 LINGER = 2.0

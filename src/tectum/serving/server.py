@@ -15,27 +15,28 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, cast
 
 import uvicorn
 import uvloop
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from starlette.types import ASGIApp
 
 from tectum.config import Settings
 from tectum.errors import StartupError
-from tectum.models.adapter import Adapter
-from tectum.models.load import load_adapter
 from tectum.observe import logs
 from tectum.observe.metrics import Metrics
 from tectum.pipeline.pipeline import Pipeline
 from tectum.pipeline.service import running_pipeline
+from tectum.pipeline.stages import Stages
 from tectum.serving.app import create_app
 from tectum.serving.connection import Connection, ConnectionLimits
 from tectum.serving.guard import Tokens
+from tectum.workers.pool import WorkerPool
 
 log = logging.getLogger("tectum.server")
 
@@ -43,8 +44,6 @@ log = logging.getLogger("tectum.server")
 KEEP_ALIVE = 75
 #: connections that the kernel keeps while the event loop is busy
 BACKLOG = 2048
-#: seconds between two threads' turns at the interpreter; the default of 5 ms makes health probes wait behind preparing
-SWITCH_INTERVAL = 0.005
 
 
 def serve(model: str, settings: Settings, console: Console | None = None) -> int:
@@ -60,9 +59,7 @@ def serve(model: str, settings: Settings, console: Console | None = None) -> int
     listener = bind(settings.host, settings.port)
     _allow_files(settings.max_connections)
     with listener:
-        adapter = _load(model, settings, console)
-        sys.setswitchinterval(SWITCH_INTERVAL)
-        return uvloop.run(_serve(adapter, settings, listener, tls, console))
+        return uvloop.run(_serve(model, settings, listener, tls, console))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -144,12 +141,18 @@ def _configured(app: ASGIApp, settings: Settings, metrics: Metrics, tls: ssl.SSL
 
 
 async def _serve(
-    adapter: Adapter, settings: Settings, listener: socket.socket, tls: ssl.SSLContext | None, console: Console
+    model: str, settings: Settings, listener: socket.socket, tls: ssl.SSLContext | None, console: Console
 ) -> int:
     metrics = Metrics()
-    async with running_pipeline(adapter, settings, (metrics, logs.RequestLog())) as pipeline:
-        metrics.watch(pipeline.ledger)
-        app = create_app(pipeline, model_card(adapter), settings, metrics)
+    async with AsyncExitStack() as open_:
+        with _loading(model, settings, console) as tell:
+            pool = WorkerPool(model, settings, tell)
+            stages = await open_.enter_async_context(Stages(pool, settings))
+        _say_loaded(pool, console)
+        observers = (metrics, logs.RequestLog())
+        pipeline = await open_.enter_async_context(running_pipeline(stages, settings, observers))
+        metrics.watch(pipeline.ledger, pool)
+        app = create_app(pipeline, pool, settings, metrics)
         server = _Server(_configured(app, settings, metrics, tls), settings.head_timeout)
         stop = _stop_on_signals()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -228,35 +231,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _load(model: str, settings: Settings, console: Console) -> Adapter:
-    """Load the encoder, with a progress bar on a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+@contextlib.contextmanager
+def _loading(model: str, settings: Settings, console: Console) -> Iterator[Callable[[int, str, float], None]]:
+    """A progress bar for each encoder process, on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"loading {model}", total=1.0)
-        adapter = load_adapter(
-            model,
-            device=settings.device,
-            dtype=settings.dtype,
-            progress=lambda what, fraction: bar.update(task, description=what, completed=fraction),
-        )
-    size = adapter.encoder_bytes / 1e6
-    console.print(
-        f"loaded {adapter.family} encoder: {size:.1f} MB of {adapter.dtype} on {adapter.device}", highlight=False
-    )
-    return adapter
+        tasks = [bar.add_task(f"{number}: starting {model}", total=1.0) for number in range(settings.workers)]
+        yield lambda lane, what, fraction: bar.update(tasks[lane], description=f"{lane}: {what}", completed=fraction)
 
 
-def model_card(adapter: Adapter) -> dict[str, Any]:
-    """The entry of `/v1/models`, in OpenAI's form, with what a receiver has to know."""
-    return {
-        "id": adapter.model_id,
-        "object": "model",
-        "owned_by": "tectum",
-        "family": adapter.family,
-        "architecture": adapter.architecture,
-        "modalities": sorted(adapter.modalities),
-        "width": adapter.width,
-        "deepstack_layers": adapter.deepstack_layers,
-        "dtype": adapter.dtype,
-        "encoder_bytes": adapter.encoder_bytes,
-    }
+def _say_loaded(pool: WorkerPool, console: Console) -> None:
+    card, many = pool.card, f" in {pool.lanes} processes" if pool.lanes > 1 else ""
+    size = f"{card['encoder_bytes'] / 1e6:.1f} MB of {card['dtype']} on {card['device']}{many}"
+    console.print(f"loaded {card['family']} encoder: {size}", highlight=False)
