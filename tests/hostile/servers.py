@@ -105,11 +105,15 @@ class Door:
         return self.gauges().get(f'encoder_refusals_total{{code="{code}"}}', 0.0)
 
     def resident(self) -> int:
-        """Bytes of memory that the process holds."""
-        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-        raise AssertionError("the process is gone")
+        """Bytes of memory that the service and its encoder processes hold."""
+        lines = [line for pid in self.pids() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+
+    def pids(self) -> list[int]:
+        """The service's process and its children."""
+        pid = self.process.pid
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        return [pid, *(int(child) for task in tasks for child in (task / "children").read_text().split())]
 
 
 def read_all(connection: socket.socket, seconds: float) -> bytes:
