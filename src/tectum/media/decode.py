@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,14 +11,9 @@ from PIL import Image
 
 from tectum.errors import BadRequestError, TectumError
 from tectum.items import wav
-from tectum.media.image import decode_image
+from tectum.media.image import decode_image, image_size
 from tectum.media.policy import MediaPolicy
-from tectum.media.sniff import picture_format
 from tectum.types import MediaInfo, MediaItem, Modality, PictureInfo, Reading
-
-_ORIENTATION = 0x0112
-#: EXIF orientations that swap width and height
-_SIDEWAYS = frozenset({5, 6, 7, 8})
 
 
 def probe_item(data: bytes, modality: Modality, policy: MediaPolicy) -> MediaInfo:
@@ -31,19 +26,17 @@ def probe_item(data: bytes, modality: Modality, policy: MediaPolicy) -> MediaInf
         from tectum.media.audio import probe_audio
 
         return probe_audio(data, policy)
-    return _probe_picture(data)
+    return PictureInfo(*image_size(data, policy))
 
 
-def _probe_picture(data: bytes) -> PictureInfo:
-    name = picture_format(data)
-    try:
-        picture = Image.open(io.BytesIO(data), formats=[name])
-        width, height = picture.size
-        sideways = picture.getexif().get(_ORIENTATION, 1) in _SIDEWAYS
-    except Exception:  # decoders raise whatever they like on damaged input; all of it is the picture's fault
-        text = f"The {name} picture is truncated or damaged and cannot be decoded"
-        raise BadRequestError("media_decode_failed", text) from None
-    return PictureInfo(height, width) if sideways else PictureInfo(width, height)
+def check_together(infos: Sequence[MediaInfo], policy: MediaPolicy) -> None:
+    """All pictures of a request are within its limit. Raises BadRequestError `image_too_large`, naming the one too many."""
+    pixels = 0
+    for index, info in enumerate(infos):
+        pixels += info.width * info.height if isinstance(info, PictureInfo) else 0
+        if pixels > policy.max_request_pixels:
+            text = f"The pictures have more than {policy.max_request_pixels} pixels together (--max-request-pixels)"
+            raise BadRequestError("image_too_large", text, item=index, limit=policy.max_request_pixels)
 
 
 def decode_item(data: bytes, modality: Modality, policy: MediaPolicy, reading: Reading) -> Any:

@@ -7,13 +7,13 @@ the caller's process (`local.py`) and inside an encoder process (`tectum.workers
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tectum.errors import BadRequestError, InternalError, TectumError, UnavailableError
-from tectum.media.decode import Decoded, decode_item, probe_item, small_item
+from tectum.media.decode import Decoded, check_together, decode_item, probe_item, small_item
 from tectum.media.policy import MediaPolicy
 from tectum.media.source import item_bytes
 from tectum.types import EncodeRequest, MediaInfo, RequestMetadata
@@ -53,15 +53,17 @@ class EncoderUnit:
             return item_bytes(request.items[index], self.policy, None)
 
         count = len(request.items)
-        self._refuse_too_large(Decoded(count, lambda index: probe_item(encoded(index), modality, self.policy)), options)
+        infos = list(Decoded(count, lambda index: probe_item(encoded(index), modality, self.policy)))
+        self._refuse_too_large(infos, options)
         reading = self.adapter.reading(modality, options)
         media = Decoded(count, lambda index: decode_item(encoded(index), modality, self.policy, reading))
         prepared = self.adapter.prepare(media, options, modality)
         return self._metadata(request, prepared), prepared
 
-    def _refuse_too_large(self, infos: Iterable[MediaInfo], options: Mapping[str, Any]) -> None:
+    def _refuse_too_large(self, infos: Sequence[MediaInfo], options: Mapping[str, Any]) -> None:
         """What no forward would take is refused from its items' headers, before anything is decoded."""
-        patches = sum(plan.patches for plan in self.adapter.plan(list(infos), options))
+        check_together(infos, self.policy)
+        patches = sum(plan.patches for plan in self.adapter.plan(infos, options))
         if patches > self.max_patches:
             text = f"The request has {patches} patches, at most {self.max_patches} are taken (--max-request-patches)"
             raise BadRequestError("request_too_large", text, limit=self.max_patches)
