@@ -98,6 +98,22 @@ class Settings(BaseSettings):
     )
     max_items: int = Field(64, ge=1, le=10_000, description="Most items in one request.")
 
+    # receivers
+    transfer_backend: Literal["none", "zmq_to_scheduler", "zmq_to_tokenizer", "mooncake"] = Field(
+        "none", description="How SGLang receives rows; opens its doors (/encode, /send, …) beside the native ones."
+    )
+    sglang_version: str = Field("0.5.23", description="Release of the SGLang that receives; its classes moved.")
+    receiver_networks: str = Field(
+        "",
+        description="Networks that rows may be pushed to, comma-separated (10.0.0.0/8,::1); without it all.",
+    )
+    max_receivers: int = Field(
+        128, ge=1, le=65_536, description="Most connections to receivers at once; each takes four descriptors."
+    )
+    receiver_idle: float = Field(
+        60.0, gt=0, le=86_400, description="Seconds that an idle connection to a receiver is kept."
+    )
+
     # media
     max_media_bytes: int = Field(
         32 * MIB, ge=1024, le=4096 * MIB, description="Largest encoded picture or clip (bytes), fetched or sent."

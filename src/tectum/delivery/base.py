@@ -1,0 +1,136 @@
+"""Delivery: staged rows to a receiver that waits somewhere else.
+
+Owns the backends of one server, by name, and how their bytes are read. It never releases a request and knows no
+request's state: the lifecycle admits each send, and frees the rows only after `send` has returned. So `send`, however
+it ends, ends only when nothing reads the rows any more.
+
+A backend is one small file. Imports no torch, and no backend's library until the backend is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from importlib import import_module
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from tectum.config import Settings
+from tectum.errors import DeliveryError, StartupError, TectumError
+from tectum.types import Destination, RequestMetadata
+
+#: bytes that one turn of the event loop may copy
+SLICE = 4 * 1024 * 1024
+
+
+class StagedRows(Protocol):
+    """A request's rows in staging memory, as the pipeline hands them over."""
+
+    @property
+    def metadata(self) -> RequestMetadata: ...
+    @property
+    def lease(self) -> Any: ...
+
+
+class Backend(Protocol):
+    """One way to reach receivers."""
+
+    async def send(self, staged: StagedRows, destination: Destination) -> None:
+        """Deliver, and return when the receiver's side has taken the rows; ends only when nothing reads them any more.
+
+        Raises DeliveryError `send_failed`. Sets no time limit of its own: the caller cancels it.
+        """
+
+    async def notify(self, req_id: str, destination: Destination, error: TectumError) -> None:
+        """Tell the receiver that its rows will not come, and why."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def raw_arrays(staged: StagedRows) -> list[memoryview]:
+    """The bytes of the staged arrays, in the order rows, deepstack.0, deepstack.1, …: views, not copies."""
+    import torch
+
+    return [memoryview(array.view(torch.uint8).numpy().reshape(-1)) for array in staged.lease.arrays()]
+
+
+async def row_bytes(staged: StagedRows) -> memoryview:
+    """All rows as one block, deepstack layers as further columns: `[rows, width × (1 + layers)]`, row-major.
+
+    Without deepstack it is the staging memory itself. With it the arrays are woven into a new block, in slices between
+    which the event loop goes on; a cancellation stops it there, and nothing is read afterwards.
+    """
+    views = raw_arrays(staged)
+    if len(views) == 1:
+        return views[0]
+    import numpy as np
+
+    rows = staged.metadata.rows
+    arrays = [np.frombuffer(view, np.uint8).reshape(rows, -1) for view in views]
+    width = arrays[0].shape[1]
+    woven = np.empty((rows, width * len(arrays)), np.uint8)
+    step = max(SLICE // woven.shape[1], 1)
+    for start in range(0, rows, step):
+        for column, array in enumerate(arrays):
+            woven[start : start + step, column * width : (column + 1) * width] = array[start : start + step]
+        await asyncio.sleep(0)
+    return memoryview(woven).cast("B")
+
+
+class Deliveries:
+    """The backends of one server, and what the stages call. An async context manager."""
+
+    def __init__(self, backends: Mapping[str, Backend]) -> None:
+        self._backends = dict(backends)
+        self._stack = AsyncExitStack()
+
+    async def send(self, staged: StagedRows, destination: Destination) -> None:
+        """Deliver to `destination` by the backend it names. Never releases. Raises DeliveryError."""
+        await self._backend(destination).send(staged, destination)
+
+    async def notify(self, req_id: str, destination: Destination, error: TectumError) -> None:
+        """Tell `destination` that the rows of `req_id` will not come."""
+        await self._backend(destination).notify(req_id, destination, error)
+
+    def _backend(self, destination: Destination) -> Backend:
+        backend = self._backends.get(destination.backend)
+        if backend is None:
+            raise DeliveryError("send_failed", f"No delivery backend {destination.backend!r} runs here")
+        return backend
+
+    async def __aenter__(self) -> Deliveries:
+        for backend in self._backends.values():
+            await self._stack.enter_async_context(backend)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+
+#: what `--transfer-backend` means: the backend's name, its module and class, and the library it needs with its extra
+_OFFERED = {
+    "zmq_to_scheduler": ("zmq", "tectum.delivery.zmq", "ZmqBackend", "zmq", "sglang"),
+    "zmq_to_tokenizer": ("zmq", "tectum.delivery.zmq", "ZmqBackend", "zmq", "sglang"),
+    "mooncake": ("mooncake", "tectum.delivery.mooncake", "MooncakeBackend", "mooncake.engine", "sglang,mooncake"),
+}
+
+
+def deliveries(settings: Settings) -> Deliveries:
+    """The backends that the settings ask for. Raises StartupError `missing_dependency` that says what to install."""
+    if settings.transfer_backend == "none":
+        return Deliveries({})
+    name, module, class_name, library, extra = _OFFERED[settings.transfer_backend]
+    try:
+        import_module(library)
+    except ImportError as error:
+        text = (
+            f'--transfer-backend {settings.transfer_backend} needs {library} ({error}): pip install "tectum[{extra}]"'
+        )
+        raise StartupError("missing_dependency", text) from None
+    backend: Backend = getattr(import_module(module), class_name)(settings)
+    return Deliveries({name: backend})
