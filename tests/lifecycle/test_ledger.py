@@ -10,17 +10,19 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hypothesis.strategies import floats, integers, sampled_from
 
 from tectum.errors import BadRequestError, DeliveryError
-from tectum.lifecycle import machine as M
+from tectum.lifecycle import events as M
 from tectum.lifecycle import table
-from tectum.lifecycle.ledger import Accept, Close, Ledger, Limits, Pull, Register, Release, Tick, Wait
+from tectum.lifecycle.events import Accept, Close, Delivery, Pull, Register, Release, TakeAnswer, Tick, Wait
+from tectum.lifecycle.ledger import Ledger, Limits
 from tests.sim.world import Size
 
-STAGED, METADATA, ENDED = M.Milestone.STAGED, M.Milestone.METADATA, M.Milestone.ENDED
+METADATA = M.Milestone.METADATA
+INLINE, HOLD, PUSH = Delivery
 SIZE = Size(100, 10)
 
 
-def staged(ledger: Ledger, req_id: str = "r", share: int = 1, now: float = 0.0) -> int:
-    life = ledger.handle(Accept(req_id, b"c", 1, STAGED, share), now)[0].life
+def staged(ledger: Ledger, req_id: str = "r", delivery: Delivery = INLINE, now: float = 0.0) -> int:
+    life = ledger.handle(Accept(req_id, b"c", 1, delivery), now)[0].life
     ledger.handle(M.PrepareStarted(life), now)
     ledger.handle(M.Prepared(life, SIZE), now)
     ledger.handle(M.EncodeStarted(life), now)
@@ -34,7 +36,7 @@ def kinds(effects):
 
 def test_the_walk_of_one_request():
     ledger = Ledger()
-    accepted = ledger.handle(Accept("r", b"c", 1, STAGED, 1), 0.0)
+    accepted = ledger.handle(Accept("r", b"c", 1, INLINE), 0.0)
     assert accepted == [M.Admit(1)]
     assert ledger.handle(M.PrepareStarted(1), 0.1) == [M.Admit(1)]
     assert ledger.handle(Wait("r", 2, METADATA, 9.0), 0.1) == []
@@ -43,15 +45,15 @@ def test_the_walk_of_one_request():
     assert ledger.handle(M.EncodeStarted(1), 0.3) == [M.Admit(1)]
     assert ledger.queued_patches == 0
     assert ledger.handle(M.Encoded(1), 0.4) == [M.Wake(1, SIZE, None)]
-    assert ledger.handle(M.SendStarted(1, "inline"), 0.5) == [M.Admit(1)]
-    assert ledger.handle(M.SendConfirmed(1, "inline"), 0.6) == [M.Ended(1, M.Reason.DELIVERED, None), M.Free(1)]
+    assert ledger.handle(TakeAnswer("r", 1, 1), 0.5) == [M.Admit(1)]
+    assert ledger.handle(M.SendConfirmed(1, 1), 0.6) == [M.Ended(1, M.Reason.DELIVERED, None), M.Free(1)]
     assert (len(ledger), ledger.staged_bytes) == (0, 0)
 
 
 def test_a_release_while_a_send_is_in_flight_frees_only_after_it():
     ledger = Ledger()
     life = staged(ledger)
-    ledger.handle(M.SendStarted(life, "slow"), 0.0)
+    ledger.handle(Pull("r", "slow"), 0.0)
     assert kinds(ledger.handle(Release("r"), 1.0)) == ["Ended"]
     assert ledger.staged_bytes == 100
     refusal = ledger.handle(Pull("r", "late"), 3.5)[0].error
@@ -73,53 +75,107 @@ def test_two_owners_release_and_the_first_reason_is_kept():
 def test_a_release_before_the_encode_came_is_remembered():
     ledger = Ledger()
     assert ledger.handle(Release("r"), 0.0) == []
-    refusal = ledger.handle(Accept("r", b"c", 1, STAGED, 1), 1.0)
+    refusal = ledger.handle(Accept("r", b"c", 1, INLINE), 1.0)
     assert kinds(refusal) == ["Refuse"]
     assert refusal[0].error.message.startswith("Encoder request was released: r (client_release, 1.0 s ago)")
-    assert kinds(ledger.handle(Accept("r", b"c", 1, STAGED, 1), 301.0)) == ["Admit"]
+    assert kinds(ledger.handle(Accept("r", b"c", 1, INLINE), 301.0)) == ["Admit"]
 
 
 def test_the_same_content_joins_and_other_content_is_refused():
     ledger = Ledger()
-    ledger.handle(Accept("r", b"one", 1, STAGED, 1), 0.0)
-    assert ledger.handle(Accept("r", b"one", 2, STAGED, 1), 0.0) == [M.Admit(1, joined=True)]
-    refusal = ledger.handle(Accept("r", b"two", 3, STAGED, 1), 0.0)
+    ledger.handle(Accept("r", b"one", 1, INLINE), 0.0)
+    assert ledger.handle(Accept("r", b"one", 2, INLINE), 0.0) == [M.Admit(1, joined=True)]
+    refusal = ledger.handle(Accept("r", b"two", 3, INLINE), 0.0)
     assert [effect.error.status for effect in refusal] == [409]
     ledger.handle(M.PrepareStarted(1), 0.0)
     ledger.handle(M.Prepared(1, SIZE), 0.0)
     ledger.handle(M.EncodeStarted(1), 0.0)
     assert ledger.handle(M.Encoded(1), 0.0) == [M.Wake(1, SIZE, None), M.Wake(2, SIZE, None)]
-    ledger.handle(M.SendStarted(1, "first"), 0.0)
-    assert ledger.handle(M.SendConfirmed(1, "first"), 0.0) == [], "the second caller has no copy yet"
-    ledger.handle(M.SendStarted(1, "second"), 0.0)
-    assert kinds(ledger.handle(M.SendConfirmed(1, "second"), 0.0)) == ["Ended", "Free"]
+    ledger.handle(TakeAnswer("r", 1, 1), 0.0)
+    assert ledger.handle(M.SendConfirmed(1, 1), 0.0) == [], "the second caller has no copy yet"
+    ledger.handle(TakeAnswer("r", 1, 2), 0.0)
+    assert kinds(ledger.handle(M.SendConfirmed(1, 2), 0.0)) == ["Ended", "Free"]
+
+
+def pull(ledger: Ledger, life: int, address: str) -> list[M.Effect]:
+    """A whole pull; what its end leads to."""
+    assert ledger.handle(Pull("r", address), 1.0) == [M.Admit(life)]
+    return ledger.handle(M.SendConfirmed(life, address, M.Reason.PULLED), 1.0)
+
+
+def test_a_pull_does_not_use_up_the_copy_of_a_caller_that_reads_inline():
+    ledger = Ledger()
+    life = staged(ledger, delivery=HOLD)
+    ledger.handle(Accept("r", b"c", 2, INLINE), 0.0)
+    assert pull(ledger, life, "p") == [], "the inline caller has no copy yet"
+    assert ledger.handle(TakeAnswer("r", life, 2), 1.0) == [M.Admit(life)]
+    assert kinds(ledger.handle(M.SendConfirmed(life, 2), 1.0)) == ["Ended", "Free"]
+
+
+def test_an_inline_answer_does_not_use_up_the_copy_that_is_held():
+    ledger = Ledger()
+    life = staged(ledger, delivery=INLINE)
+    ledger.handle(Accept("r", b"c", 2, HOLD), 0.0)
+    ledger.handle(TakeAnswer("r", life, 1), 1.0)
+    assert ledger.handle(M.SendConfirmed(life, 1), 1.0) == []
+    assert pull(ledger, life, "p") == [M.Ended(life, M.Reason.PULLED, None), M.Free(life)]
+
+
+def test_a_repeated_hold_is_settled_by_one_pull():
+    ledger = Ledger()
+    life = staged(ledger, delivery=HOLD)
+    ledger.handle(Accept("r", b"c", 2, HOLD), 0.0)
+    assert pull(ledger, life, "p") == [M.Ended(life, M.Reason.PULLED, None), M.Free(life)]
+
+
+def test_a_hold_that_comes_after_a_pull_is_promised_another():
+    ledger = Ledger()
+    life = staged(ledger, delivery=INLINE)
+    assert pull(ledger, life, "first") == []
+    ledger.handle(Accept("r", b"c", 2, HOLD), 1.0)
+    ledger.handle(TakeAnswer("r", life, 1), 1.0)
+    assert ledger.handle(M.SendConfirmed(life, 1), 1.0) == [], "the one who holds was promised rows"
+    assert kinds(pull(ledger, life, "second")) == ["Ended", "Free"]
+
+
+def test_an_answer_taken_too_late_names_its_own_end():
+    ledger = Ledger()
+    life = staged(ledger, delivery=HOLD)
+    ledger.handle(Release("r"), 1.0)
+    (refusal,) = ledger.handle(TakeAnswer("r", life, 1), 3.0)
+    assert refusal.error.details == {"reason": "client_release", "age_s": 2.0}
+    ledger.handle(Accept("r", b"c", 2, HOLD), 4.0)
+    ledger.handle(Release("r"), 5.0)
+    (refusal,) = ledger.handle(TakeAnswer("r", life, 1), 6.0)
+    assert refusal.error.code == "request_not_found", "never the end of another life"
 
 
 def test_a_receiver_that_repeats_its_registration_counts_once():
     ledger = Ledger()
-    life = staged(ledger, share=0)
+    life = staged(ledger, delivery=PUSH)
     assert M.StartSend(life, "one") in ledger.handle(Register("r", ("one",), 2, 5), 0.0)
     assert not [e for e in ledger.handle(Register("r", ("one",), 2, 6), 0.0) if isinstance(e, M.StartSend)]
     assert ledger.handle(M.SendConfirmed(life, "one"), 1.0) == [], "receiver two still waits for its copy"
     assert M.StartSend(life, "two") in ledger.handle(Register("r", ("two",), 2, 7), 2.0)
-    assert kinds(ledger.handle(M.SendConfirmed(life, "two"), 3.0)) == ["Ended", "Free"]
+    told = [M.Wake(1, SIZE, None), M.Ended(life, M.Reason.DELIVERED, None), M.Free(life)]
+    assert ledger.handle(M.SendConfirmed(life, "two"), 3.0) == told
 
 
 def test_the_failure_of_the_second_of_two_deliveries_leaves_the_first_alone():
     ledger = Ledger()
-    life = staged(ledger, share=0)
+    life = staged(ledger, delivery=PUSH)
     ledger.handle(Register("r", ("one", "two"), 2, 5), 0.0)
     failure = DeliveryError("send_failed", "receiver two is gone")
     assert ledger.handle(M.SendFailed(life, "two", failure), 1.0) == []
     ended = ledger.handle(M.SendConfirmed(life, "one"), 2.0)
-    assert ended == [M.Ended(life, M.Reason.SEND_FAILED, failure), M.Free(life)]
+    assert ended == [M.Wake(1, None, failure), M.Ended(life, M.Reason.SEND_FAILED, failure), M.Free(life)]
 
 
 def test_early_registrations_and_waits_are_held_and_bounded():
     ledger = Ledger(Limits(unknown_id_wait=5.0))
     assert ledger.handle(Register("r", ("one",), 1, 5), 0.0) == [M.Admit(0)]
     assert ledger.handle(Wait("never", 6, METADATA, 60.0), 0.0) == []
-    assert ledger.handle(Accept("r", b"c", 1, ENDED, 0), 1.0) == [M.Admit(1), M.Wake(5, None, None)]
+    assert ledger.handle(Accept("r", b"c", 1, PUSH), 1.0) == [M.Admit(1), M.Wake(5, None, None)]
     assert ledger.next_due() == 5.0
     (unknown,) = ledger.handle(Tick(), 5.0)
     assert (unknown.waiter, unknown.error.status) == (6, 404)
@@ -128,7 +184,7 @@ def test_early_registrations_and_waits_are_held_and_bounded():
 def test_a_failure_reaches_everybody_with_its_own_status():
     ledger = Ledger()
     ledger.handle(Register("r", ("one",), 1, 5), 0.0)
-    ledger.handle(Accept("r", b"c", 1, STAGED, 1), 0.0)
+    ledger.handle(Accept("r", b"c", 1, INLINE), 0.0)
     ledger.handle(Wait("r", 2, METADATA, 60.0), 0.0)
     ledger.handle(M.PrepareStarted(1), 0.0)
     error = BadRequestError("media_decode_failed", "The JPEG picture is truncated", item=3)
@@ -143,7 +199,7 @@ def test_a_failure_reaches_everybody_with_its_own_status():
 def test_time_to_live_runs_from_the_last_activity_and_a_send_holds_it_off():
     ledger = Ledger(Limits(request_ttl=100.0))
     life = staged(ledger)
-    ledger.handle(M.SendStarted(life, "a"), 50.0)
+    ledger.handle(Pull("r", "a"), 50.0)
     assert ledger.handle(Tick(), 149.0) == []
     ledger.handle(M.SendFailed(life, "a", DeliveryError("send_failed", "gone"), final=False), 149.0)
     assert ledger.next_due() <= 249.0
@@ -153,15 +209,15 @@ def test_time_to_live_runs_from_the_last_activity_and_a_send_holds_it_off():
 
 def test_a_stuck_request_does_not_delay_anothers_expiry():
     ledger = Ledger(Limits(request_ttl=10.0))
-    stuck = staged(ledger, "stuck")
-    ledger.handle(M.SendStarted(stuck, "never ends"), 0.0)
+    staged(ledger, "stuck")
+    ledger.handle(Pull("stuck", "never ends"), 0.0)
     other = staged(ledger, "other")
     assert [e.life for e in ledger.handle(Tick(), 10.0) if isinstance(e, M.Ended)] == [other]
 
 
 def test_a_deadline_is_honoured_while_encoding():
     ledger = Ledger()
-    ledger.handle(Accept("r", b"c", 1, STAGED, 1, deadline=3.0), 0.0)
+    ledger.handle(Accept("r", b"c", 1, INLINE, deadline=3.0), 0.0)
     ledger.handle(M.PrepareStarted(1), 0.0)
     ledger.handle(M.Prepared(1, SIZE), 0.0)
     ledger.handle(M.EncodeStarted(1), 0.0)
@@ -172,7 +228,7 @@ def test_a_deadline_is_honoured_while_encoding():
 
 def test_limits_at_the_door_say_when_to_come_back():
     ledger = Ledger(Limits(max_live_requests=2))
-    outcomes = [ledger.handle(Accept(f"r{i}", b"c", i + 1, STAGED, 1), 0.0)[0] for i in range(5)]
+    outcomes = [ledger.handle(Accept(f"r{i}", b"c", i + 1, INLINE), 0.0)[0] for i in range(5)]
     refused = [outcome.error for outcome in outcomes if isinstance(outcome, M.Refuse)]
     assert len(refused) == 3
     assert all(error.status == 503 and error.retry_after >= 1 for error in refused)
@@ -182,9 +238,9 @@ def test_closing_refuses_new_work_and_tells_when_it_is_drained():
     ledger = Ledger()
     life = staged(ledger)
     assert ledger.handle(Close(fail_live=False), 0.0) == []
-    assert ledger.handle(Accept("new", b"c", 9, STAGED, 1), 0.0)[0].error.code == "shutting_down"
-    ledger.handle(M.SendStarted(life, "a"), 0.0)
-    assert kinds(ledger.handle(M.SendConfirmed(life, "a"), 1.0)) == ["Ended", "Free", "Drained"]
+    assert ledger.handle(Accept("new", b"c", 9, INLINE), 0.0)[0].error.code == "shutting_down"
+    ledger.handle(TakeAnswer("r", life, 1), 0.0)
+    assert kinds(ledger.handle(M.SendConfirmed(life, 1), 1.0)) == ["Ended", "Free", "Drained"]
 
 
 def test_impossible_events_name_state_and_event():
@@ -198,8 +254,8 @@ def test_ten_thousand_requests_leave_nothing_behind():
     ledger = Ledger(Limits(max_tombstones=100))
     for number in range(10_000):
         life = staged(ledger, f"r{number}", now=number * 0.01)
-        ledger.handle(M.SendStarted(life, "a"), number * 0.01)
-        ledger.handle(M.SendConfirmed(life, "a"), number * 0.01)
+        ledger.handle(TakeAnswer(f"r{number}", life, 1), number * 0.01)
+        ledger.handle(M.SendConfirmed(life, 1), number * 0.01)
     assert (len(ledger), ledger.staged_bytes, ledger.queued_patches) == (0, 0, 0)
     assert len(ledger._timers) < 100
     assert len(ledger._tombstones) == 100
@@ -227,7 +283,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(number=integers(0, 3), content=sampled_from([b"a", b"b"]))
     def accept(self, number, content):
         self.waiter += 1
-        self.ledger.handle(Accept(f"r{number}", content, self.waiter, STAGED, 1), self.now)
+        self.ledger.handle(Accept(f"r{number}", content, self.waiter, INLINE), self.now)
 
     @precondition(
         lambda self: any(r.state in (M.State.ACCEPTED, M.State.PREPARED) and not r.stage_open for r in self.lives())

@@ -10,8 +10,8 @@ import weakref
 import pytest
 
 from tectum.errors import BadRequestError, DeliveryError, InternalError, TectumError
+from tectum.lifecycle.events import Milestone
 from tectum.lifecycle.ledger import Limits
-from tectum.lifecycle.machine import Milestone
 from tectum.types import Destination
 from tests.pipeline.harness import hold, inline, request, scenario, start
 
@@ -437,5 +437,77 @@ def test_a_drain_finishes_what_it_accepted_and_refuses_the_rest():
         gate.open.set()
         assert await call == b"picture"
         assert await drain
+
+    scenario(test)
+
+
+def test_a_pull_leaves_the_copy_of_an_inline_caller_alone():
+    async def test(pipeline, work):
+        gate = work.gate("encode", "r")
+        holding = start(hold(pipeline, request()))
+        reading = start(inline_after(pipeline, pulled := asyncio.Event()))
+        await gate.reached.wait()
+        gate.open.set()
+        await holding
+        async with pipeline.pull("r"):
+            pass
+        pulled.set()
+        assert await reading == b"picture"
+        assert not work.held
+
+    async def inline_after(pipeline, pulled):
+        async with pipeline.execute_encode_pipeline(request()) as job:
+            await pulled.wait()
+            return bytes(job.staged.lease)
+
+    scenario(test)
+
+
+def test_a_hold_that_is_sent_twice_is_settled_by_one_pull():
+    async def test(pipeline, work):
+        await asyncio.gather(hold(pipeline, request()), hold(pipeline, request()))
+        async with pipeline.pull("r"):
+            pass
+        assert not work.held, "released at once, not at its time to live"
+
+    scenario(test)
+
+
+def test_a_push_call_returns_when_every_receiver_has_its_rows():
+    async def test(pipeline, work):
+        slow = work.gate("send", TWO.address)
+        call = start(pipeline.deliver(request()))
+        await pipeline.register_destinations("r", [ONE, TWO], 2)
+        await slow.reached.wait()
+        assert work.sent == [ONE.address]
+        assert not call.done()
+        slow.open.set()
+        assert (await call).rows == 4
+        assert not work.held
+
+    scenario(test)
+
+
+def test_a_push_call_learns_why_a_delivery_failed():
+    async def test(pipeline, work):
+        work.gate("send", TWO.address).outcome = DeliveryError("send_failed", "receiver two is gone")
+        work.gate("send", TWO.address).open.set()
+        call = start(pipeline.deliver(request()))
+        await pipeline.register_destinations("r", [ONE, TWO], 2)
+        await refused(call, "send_failed", 502)
+        assert work.sent == [ONE.address]
+
+    scenario(test)
+
+
+def test_a_drain_that_runs_out_of_time_fails_what_is_left():
+    async def test(pipeline, work):
+        gate = work.gate("encode", "r")
+        call = start(inline(pipeline, request()))
+        await gate.reached.wait()
+        draining = start(pipeline.drain(10))
+        await refused(call, "shutting_down", 503)
+        gate.open.set()
+        assert not await draining, "something accepted was not finished"
 
     scenario(test)

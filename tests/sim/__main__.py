@@ -22,7 +22,7 @@ CHUNK = {"pure": 200, "shell": 10}
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument(
-        "--seeds", type=int, default=2000, help="how many programs to run (with --mutants: at most, each)"
+        "--seeds", type=int, default=None, help="how many programs to run (with --mutants: at most, each)"
     )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--level", choices=("pure", "shell"), default="pure", help="the core alone, or the async shell")
@@ -118,8 +118,8 @@ def bench() -> dict[str, float]:
     """The ledger on one core: whole requests (accept to delivered), and what an idle live request costs."""
     import tracemalloc
 
-    from tectum.lifecycle import machine as M
-    from tectum.lifecycle.ledger import Accept, Ledger, Limits
+    from tectum.lifecycle import events as E
+    from tectum.lifecycle.ledger import Ledger, Limits
     from tests.sim.world import Size
 
     size, rates = Size(1000, 10), []
@@ -127,20 +127,20 @@ def bench() -> dict[str, float]:
         ledger, events, started = Ledger(Limits()), 0, time.perf_counter()
         for number in range(20_000):
             now = number * 1e-3
-            life = ledger.handle(Accept(f"r{number}", b"", number + 1, M.Milestone.STAGED, 1), now)[0].life
-            ledger.handle(M.PrepareStarted(life), now)
-            ledger.handle(M.Prepared(life, size), now)
-            ledger.handle(M.EncodeStarted(life), now)
-            ledger.handle(M.Encoded(life), now)
-            ledger.handle(M.SendStarted(life, "a"), now)
-            ledger.handle(M.SendConfirmed(life, "a"), now)
+            life = ledger.handle(E.Accept(f"r{number}", b"", number + 1, E.Delivery.INLINE), now)[0].life
+            ledger.handle(E.PrepareStarted(life), now)
+            ledger.handle(E.Prepared(life, size), now)
+            ledger.handle(E.EncodeStarted(life), now)
+            ledger.handle(E.Encoded(life), now)
+            ledger.handle(E.TakeAnswer(f"r{number}", life, number + 1), now)
+            ledger.handle(E.SendConfirmed(life, number + 1), now)
             events += 7
         rates.append(events / (time.perf_counter() - started))
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     ledger = Ledger(Limits(max_live_requests=10_000))
     for number in range(10_000):
-        ledger.handle(Accept(f"request-{number}", b"x" * 16, number + 1, M.Milestone.STAGED, 1), 0.0)
+        ledger.handle(E.Accept(f"request-{number}", b"x" * 16, number + 1, E.Delivery.INLINE), 0.0)
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     rates.sort()

@@ -11,11 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 from tectum.errors import DeliveryError, InternalError, LifecycleError
-from tests.sim.world import Life, Size, World
+from tectum.lifecycle.events import Delivery, Milestone
+from tests.sim.world import Life, Size, Waiter, World
 
 Action = tuple[Any, ...]
 
 IDS = 4
+#: what a caller waits for
+MILESTONE = {
+    Delivery.INLINE: Milestone.STAGED,
+    Delivery.HOLD: Milestone.STAGED,
+    Delivery.PUSH: Milestone.ENDED,
+}
 ADDRESSES = 3
 
 #: name → (weight, how many numbers it takes)
@@ -27,7 +34,7 @@ ACTIONS: dict[str, tuple[int, int]] = {
     "encoded": (12, 1),
     "fail": (4, 2),
     "pull": (8, 1),
-    "send": (6, 1),
+    "take": (8, 1),
     "send_ok": (10, 1),
     "send_fail": (5, 2),
     "register": (8, 4),
@@ -69,16 +76,14 @@ def _lives(world: World, which: Callable[[Life], bool]) -> list[Life]:
 
 def _accept(world: World, req: int, content: int, kind: int, deadline: int, _: int) -> None:
     req_id, fingerprint = f"r{req % IDS}", b"other" if content % 4 == 0 else b"content"
-    mode = kind % 3
-    milestone = (world.M.Milestone.STAGED, world.M.Milestone.STAGED, world.M.Milestone.ENDED)[mode]
-    share = 0 if mode == 2 else 1
-    waiter = world.new_waiter("caller", req_id, milestone=milestone, share=share)
+    delivery = list(world.E.Delivery)[kind % 3]
+    waiter = world.new_waiter("caller", req_id, delivery=delivery, milestone=MILESTONE[delivery])
     until = world.now + 1 + deadline % 40 if deadline % 5 == 0 else None
-    step = world.apply(world.L.Accept(req_id, fingerprint, waiter.number, milestone, share, until))
+    step = world.apply(world.E.Accept(req_id, fingerprint, waiter.number, delivery, until))
     world.sent += 1
-    if step.first(world.M.Refuse) is not None:
+    if step.first(world.E.Refuse) is not None:
         world.refused += 1
-        waiter.answers.append(step.first(world.M.Refuse))
+        waiter.answers.append(step.first(world.E.Refuse))
     else:
         world.accepted += 1
 
@@ -87,43 +92,58 @@ def _prepare(world: World, number: int) -> None:
     ready = [life for life in world.lives.values() if life.stage is None and life.size is None]
     life = _pick([life for life in ready if not life.freed or number % 3 == 0], number)
     if life is not None:
-        world.apply(world.M.PrepareStarted(life.life))
+        world.apply(world.E.PrepareStarted(life.life))
 
 
 def _prepared(world: World, number: int, nbytes: int, patches: int) -> None:
     life = _pick(_lives(world, lambda life: life.stage == "prepare"), number)
     if life is not None:
-        world.apply(world.M.Prepared(life.life, Size(1 + nbytes % 400, 1 + patches % 400)))
+        world.apply(world.E.Prepared(life.life, Size(1 + nbytes % 400, 1 + patches % 400)))
 
 
 def _encode(world: World, number: int) -> None:
     life = _pick([x for x in world.lives.values() if x.size and x.stage is None and not x.staged], number)
     if life is not None:
-        world.apply(world.M.EncodeStarted(life.life))
+        world.apply(world.E.EncodeStarted(life.life))
 
 
 def _encoded(world: World, number: int) -> None:
     life = _pick(_lives(world, lambda life: life.stage == "encode"), number)
     if life is not None:
-        world.apply(world.M.Encoded(life.life))
+        world.apply(world.E.Encoded(life.life))
 
 
 def _fail(world: World, number: int, kind: int) -> None:
     life = _pick(_lives(world, lambda life: life.stage is not None), number)
     if life is not None:
-        reason = world.M.Reason.WORKER_LOST if kind % 3 == 0 else world.M.Reason.ENCODE_FAILED
-        world.apply(world.M.Failed(life.life, InternalError("encode_failed", f"stage {kind}"), reason))
+        reason = world.E.Reason.WORKER_LOST if kind % 3 == 0 else world.E.Reason.ENCODE_FAILED
+        world.apply(world.E.Failed(life.life, InternalError("encode_failed", f"stage {kind}"), reason))
 
 
 def _pull(world: World, req: int) -> None:
-    world.apply(world.L.Pull(f"r{req % IDS}", f"pull:{world.steps}"))
+    world.apply(world.E.Pull(f"r{req % IDS}", f"pull:{world.steps}"))
 
 
-def _send(world: World, number: int) -> None:
-    """A caller reads its own rows, by life: also when it comes too late."""
-    life = _pick([life for life in world.lives.values() if life.staged], number)
-    if life is not None:
-        world.apply(world.M.SendStarted(life.life, f"inline:{world.steps}"))
+def _answered(world: World) -> list[Waiter]:
+    """Callers that were woken with an answer and have not taken it: also those that come too late."""
+    return [
+        waiter
+        for waiter in world.waiters.values()
+        if waiter.kind == "caller"
+        and not waiter.gone
+        and not waiter.took
+        and waiter.life is not None
+        and waiter.answers
+        and waiter.answers[0].error is None
+        and waiter.delivery != world.E.Delivery.PUSH
+    ]
+
+
+def _take(world: World, number: int) -> None:
+    waiter = _pick(_answered(world), number)
+    if waiter is not None:
+        waiter.took = True
+        world.apply(world.E.TakeAnswer(waiter.req_id, waiter.life, waiter.number))
 
 
 def _sending(world: World, number: int) -> tuple[Life, str] | None:
@@ -134,16 +154,18 @@ def _send_ok(world: World, number: int) -> None:
     found = _sending(world, number)
     if found is not None:
         life, address = found
-        reason = world.M.Reason.PULLED if address.startswith("pull") else world.M.Reason.DELIVERED
-        world.apply(world.M.SendConfirmed(life.life, address, reason))
+        reason = world.E.Reason.PULLED if str(address).startswith("pull") else world.E.Reason.DELIVERED
+        world.apply(world.E.SendConfirmed(life.life, address, reason))
 
 
 def _send_fail(world: World, number: int, kind: int) -> None:
     found = _sending(world, number)
     if found is not None:
         life, address = found
-        final = address.startswith("a")
-        world.apply(world.M.SendFailed(life.life, address, DeliveryError("send_failed", f"send {kind}"), final))
+        final = str(address).startswith("a")
+        world.apply(world.E.SendFailed(life.life, address, DeliveryError("send_failed", f"send {kind}"), final))
+        if address in world.waiters:  # an inline caller that did not get its rows is gone
+            world.apply(world.E.CallerLeft(life.life, address))
 
 
 def _register(world: World, req: int, first: int, several: int, expected: int) -> None:
@@ -157,9 +179,9 @@ def _register(world: World, req: int, first: int, several: int, expected: int) -
     known = {address: (req_id, address) in world.receivers for address in addresses}
     for address in addresses:
         world.receivers.setdefault((req_id, address), [])
-    step = world.apply(world.L.Register(req_id, addresses, count, waiter.number))
-    if step.first(world.M.Refuse) is not None:
-        waiter.answers.append(step.first(world.M.Refuse))
+    step = world.apply(world.E.Register(req_id, addresses, count, waiter.number))
+    if step.first(world.E.Refuse) is not None:
+        waiter.answers.append(step.first(world.E.Refuse))
         for address, was_known in known.items():
             if not was_known:
                 world.receivers[(req_id, address)].append("refused")
@@ -167,39 +189,40 @@ def _register(world: World, req: int, first: int, several: int, expected: int) -
 
 def _wait(world: World, req: int, milestone: int, seconds: int) -> None:
     req_id = f"r{req % IDS}"
-    wanted = list(world.M.Milestone)[milestone % 3]
+    wanted = list(world.E.Milestone)[milestone % 3]
     waiter = world.new_waiter("wait", req_id, milestone=wanted, until=world.now + seconds % 20)
     live = world.by_id.get(req_id)
     waiter.life = None if live is None else live.life
-    world.apply(world.L.Wait(req_id, waiter.number, wanted, waiter.until))
+    world.apply(world.E.Wait(req_id, waiter.number, wanted, waiter.until))
 
 
 def _leave(world: World, number: int) -> None:
-    callers = [
-        w for w in world.waiters.values() if w.kind == "caller" and not w.gone and w.life is not None and not w.answers
-    ]
-    waiter = _pick(callers, number)
+    """A caller hangs up before it has its answer whole: while it waits, or a holder while it is answered."""
+    waiting = [w for w in world.waiters.values() if w.kind == "caller" and not w.gone and w.life and not w.answers]
+    held = [w for w in _answered(world) if w.delivery == world.E.Delivery.HOLD]
+    waiter = _pick(waiting + held, number)
     if waiter is not None:
-        world.apply(world.M.CallerLeft(waiter.life, waiter.number, waiter.share))
+        waiter.took = True
+        world.apply(world.E.CallerLeft(waiter.life, waiter.number))
 
 
 def _unwait(world: World, number: int) -> None:
     waiter = _pick([w for w in world.waiters.values() if w.kind == "wait" and not w.gone and not w.answers], number)
     if waiter is not None:
         waiter.gone = True
-        world.apply(world.L.WaitCancelled(waiter.number))
+        world.apply(world.E.WaitCancelled(waiter.number))
 
 
 def _release(world: World, req: int, kind: int) -> None:
-    reason = (world.M.Reason.CLIENT_RELEASE, world.M.Reason.CLIENT_ABORT)[kind % 2]
-    world.apply(world.L.Release(f"r{req % IDS}", reason))
+    reason = (world.E.Reason.CLIENT_RELEASE, world.E.Reason.CLIENT_ABORT)[kind % 2]
+    world.apply(world.E.Release(f"r{req % IDS}", reason))
 
 
 def _release_life(world: World, number: int, kind: int) -> None:
-    reason = (world.M.Reason.CLIENT_ABORT, world.M.Reason.WORKER_LOST)[kind % 2]
+    reason = (world.E.Reason.CLIENT_ABORT, world.E.Reason.WORKER_LOST)[kind % 2]
     life = _pick(list(world.lives.values()), number)
     if life is not None:
-        world.apply(world.M.ReleaseAsked(life.life, reason))
+        world.apply(world.E.ReleaseAsked(life.life, reason))
 
 
 def _advance(world: World, tenths: int) -> None:
@@ -208,7 +231,7 @@ def _advance(world: World, tenths: int) -> None:
 
 def _close(world: World, hard: int) -> None:
     world.closing = True
-    world.apply(world.L.Close(bool(hard)))
+    world.apply(world.E.Close(bool(hard)))
 
 
 DO: dict[str, Callable[..., None]] = {
@@ -219,7 +242,7 @@ DO: dict[str, Callable[..., None]] = {
     "encoded": _encoded,
     "fail": _fail,
     "pull": _pull,
-    "send": _send,
+    "take": _take,
     "send_ok": _send_ok,
     "send_fail": _send_fail,
     "register": _register,
@@ -237,13 +260,13 @@ def come_to_rest(world: World) -> None:
     """End every stage and send honestly, and let time do the rest."""
     for life in list(world.lives.values()):
         if life.stage == "prepare":
-            world.apply(world.M.Failed(life.life, LifecycleError("deadline_exceeded", "at rest")))
+            world.apply(world.E.Failed(life.life, LifecycleError("deadline_exceeded", "at rest")))
         elif life.stage == "encode":
-            world.apply(world.M.Encoded(life.life))
+            world.apply(world.E.Encoded(life.life))
     while (found := _sending(world, 0)) is not None:
-        world.apply(world.M.SendConfirmed(found[0].life, found[1]))
+        world.apply(world.E.SendConfirmed(found[0].life, found[1]))
     limits = world.limits
     for _ in range(4):
         world.advance(limits.encode_timeout + limits.request_ttl + limits.unknown_id_wait + 60)
         while (found := _sending(world, 0)) is not None:
-            world.apply(world.M.SendConfirmed(found[0].life, found[1]))
+            world.apply(world.E.SendConfirmed(found[0].life, found[1]))

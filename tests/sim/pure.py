@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 from tectum.lifecycle import ledger as ledger_module
-from tectum.lifecycle import machine as machine_module
 from tests.sim.checkers import ViolationError, all_checkers
 from tests.sim.program import Action, come_to_rest, perform, random_program
 from tests.sim.world import World
@@ -36,12 +35,10 @@ class Result:
     trace: list[str] = field(default_factory=list)
 
 
-def run_program(
-    program: list[Action], ledger: ModuleType = ledger_module, machine: ModuleType = machine_module
-) -> Result:
+def run_program(program: list[Action], ledger: ModuleType = ledger_module) -> Result:
     """Run one program with every checker on. A crash of the core is a failure too."""
     checkers = all_checkers()
-    world = World(ledger.Limits(**LIMITS), checkers, ledger, machine)
+    world = World(ledger.Limits(**LIMITS), checkers, ledger)
     result = Result()
     try:
         for action in program:
@@ -64,8 +61,8 @@ def run_program(
     return result
 
 
-def run_seed(seed: int, ledger: ModuleType = ledger_module, machine: ModuleType = machine_module) -> Result:
-    return run_program(random_program(seed), ledger, machine)
+def run_seed(seed: int, ledger: ModuleType = ledger_module) -> Result:
+    return run_program(random_program(seed), ledger)
 
 
 def shrink(program: list[Action], rule: str | None) -> list[Action]:

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tectum.errors import BadRequestError, DeliveryError, InternalError, TectumError
-from tectum.lifecycle import ledger as L
-from tectum.lifecycle import machine as M
+from tectum.lifecycle import events as E
+from tectum.lifecycle.ledger import Ledger, Limits
 from tectum.pipeline.batcher import Batcher
 from tectum.pipeline.pipeline import Pipeline, PreparedPart, Staged
 from tectum.types import Destination, EncodeRequest, ItemMetadata, MediaItem, Modality, RequestMetadata
 from tests.sim.checkers import Checker, ViolationError, all_checkers
+from tests.sim.program import MILESTONE
 from tests.sim.pure import LIMITS, Result
 from tests.sim.virtual_loop import run
 from tests.sim.world import World
@@ -112,7 +113,7 @@ class FakeWork:
 class Watcher:
     """Feeds what the shell tells the ledger to the pure level's world and checkers."""
 
-    def __init__(self, ledger: L.Ledger, checkers: list[Checker]) -> None:
+    def __init__(self, ledger: Ledger, checkers: list[Checker]) -> None:
         self.world = World(ledger.limits, checkers)
         self.world.ledger = _Inner(ledger)
         ledger.handle = self.handle  # type: ignore[method-assign]
@@ -121,15 +122,15 @@ class Watcher:
         world = self.world
         world.now = now
         waiter = getattr(event, "waiter", None)
-        if isinstance(event, (L.Accept, L.Wait, L.Register)):
+        if isinstance(event, (E.Accept, E.Wait, E.Register)):
             self._introduce(event)
-        elif isinstance(event, L.WaitCancelled) and waiter in world.waiters:
+        elif isinstance(event, E.WaitCancelled) and waiter in world.waiters:
             world.waiters[waiter].gone = True
             for address in world.waiters[waiter].addresses:  # who hangs up while its registration is held withdraws it
                 world.receivers[(world.waiters[waiter].req_id, address)].append("withdrawn")
         step = world.apply(event)
-        refusal = step.first(M.Refuse)
-        if refusal is not None and waiter in world.waiters and not isinstance(event, M.CallerLeft):
+        refusal = step.first(E.Refuse)
+        if refusal is not None and waiter in world.waiters and not isinstance(event, E.CallerLeft):
             world.waiters[waiter].answers.append(refusal)
             for address in world.waiters[waiter].addresses:
                 world.receivers[(event.req_id, address)].append("refused")
@@ -138,22 +139,28 @@ class Watcher:
     def _introduce(self, event: Any) -> None:
         from tests.sim.world import Waiter
 
-        kind = {L.Accept: "caller", L.Wait: "wait", L.Register: "register"}[type(event)]
-        waiter = Waiter(event.waiter, kind, event.req_id, milestone=getattr(event, "milestone", None))
-        if not isinstance(event, L.Accept):
+        kind = {E.Accept: "caller", E.Wait: "wait", E.Register: "register"}[type(event)]
+        waiter = Waiter(event.waiter, kind, event.req_id, milestone=_milestone(event))
+        waiter.delivery = getattr(event, "delivery", None)
+        if not isinstance(event, E.Accept):
             live = self.world.by_id.get(event.req_id)
             waiter.life = None if live is None else live.life
-        if isinstance(event, L.Register):
+        if isinstance(event, E.Register):
             waiter.addresses, waiter.expected = event.addresses, event.expected
             for address in event.addresses:
                 self.world.receivers.setdefault((event.req_id, address), [])
         self.world.waiters[event.waiter] = waiter
 
 
+def _milestone(event: Any) -> E.Milestone | None:
+    """What a waiter waits for; of a caller it follows from how it wants its rows."""
+    return MILESTONE[event.delivery] if isinstance(event, E.Accept) else getattr(event, "milestone", None)
+
+
 class _Inner:
     """The ledger as the world calls it, under the watcher's hook."""
 
-    def __init__(self, ledger: L.Ledger) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self.handle = ledger.handle
 
@@ -192,13 +199,18 @@ class Actors:
             assert job.staged is not None
             await self.work.read(job.staged.lease, job.staged.lease.content, 3.0)
 
+    async def push(self) -> None:
+        """A call whose rows go to receivers that register before, at the same time, or not at all."""
+        request = self.request("push")
+        await self.pipeline.deliver(request)
+
     async def pull(self) -> None:
         async with self.pipeline.pull(f"r{self.rng.randrange(IDS)}") as job:
             assert job.staged is not None
             await self.work.read(job.staged.lease, job.staged.lease.content, 3.0)
 
     async def wait(self) -> None:
-        milestone = self.rng.choice(list(M.Milestone))
+        milestone = self.rng.choice(list(E.Milestone))
         await self.pipeline.wait(f"r{self.rng.randrange(IDS)}", milestone, self.rng.random() * 20)
 
     async def register(self) -> None:
@@ -211,7 +223,15 @@ class Actors:
     async def one(self, delay: float) -> None:
         """One actor, after some time; an error that Tectum reports is an outcome, anything else is a defect."""
         await asyncio.sleep(delay)
-        weights = {self.inline: 8, self.hold_and_pull: 5, self.pull: 2, self.wait: 4, self.register: 4, self.release: 2}
+        weights = {
+            self.inline: 8,
+            self.hold_and_pull: 5,
+            self.push: 3,
+            self.pull: 2,
+            self.wait: 4,
+            self.register: 4,
+            self.release: 2,
+        }
         act = self.rng.choices(list(weights), list(weights.values()))[0]
         try:
             await act()
@@ -223,7 +243,7 @@ async def _scenario(seed: int, checkers: list[Checker], trace: list[Any]) -> Wor
     rng = random.Random(seed)
     work = FakeWork(random.Random(seed + 1))
     batcher = Batcher(fuse=rng.random() < 0.5, batch_patches=64)
-    limits = L.Limits(**{**LIMITS, "max_live_requests": 5, "max_staged_bytes": 200, "max_queued_patches": 60})  # type: ignore[arg-type]
+    limits = Limits(**{**LIMITS, "max_live_requests": 5, "max_staged_bytes": 200, "max_queued_patches": 60})  # type: ignore[arg-type]
     pipeline = Pipeline(work, limits, batcher, send_timeout=10.0)
     watcher = Watcher(pipeline.ledger, checkers)
     watcher.world.trace = trace

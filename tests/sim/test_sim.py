@@ -6,8 +6,8 @@ from itertools import permutations
 
 import pytest
 
-from tectum.lifecycle import ledger as L
-from tectum.lifecycle import machine as M
+from tectum.lifecycle import events as E
+from tectum.lifecycle.ledger import Limits
 from tests.sim import pure, shell
 from tests.sim.checkers import all_checkers
 from tests.sim.mutants import MUTANTS, hunt, source
@@ -60,11 +60,12 @@ def test_all_interleavings_of_two_sends_a_release_an_encode_and_an_expiry():
     assert len(orders) == 5040  # 8! / 2**3
     for order in orders:
         checkers = all_checkers()
-        world = World(L.Limits(**pure.LIMITS), checkers)
-        caller = world.new_waiter("caller", "r", milestone=M.Milestone.STAGED)
-        world.apply(L.Accept("r", b"", caller.number, M.Milestone.STAGED, 2))
-        world.apply(M.PrepareStarted(1))
-        world.apply(M.Prepared(1, Size(10, 10)))
+        world = World(Limits(**pure.LIMITS), checkers)
+        for _ in "ab":  # two callers that read inline: waiters 1 and 2
+            caller = world.new_waiter("caller", "r", milestone=E.Milestone.STAGED, delivery=E.Delivery.INLINE)
+            world.apply(E.Accept("r", b"", caller.number, E.Delivery.INLINE))
+        world.apply(E.PrepareStarted(1))
+        world.apply(E.Prepared(1, Size(10, 10)))
         for operation in order:
             _operate(world, operation)
         _finish(world)
@@ -74,17 +75,18 @@ def test_all_interleavings_of_two_sends_a_release_an_encode_and_an_expiry():
 
 def _operate(world: World, operation: str) -> None:
     life = world.lives[1]
-    what, _, address = operation.partition(" ")
+    what, _, name = operation.partition(" ")
+    caller = "ab".find(name) + 1
     if what == "encode":
-        world.apply(M.EncodeStarted(1))
+        world.apply(E.EncodeStarted(1))
     elif what == "encoded" and life.stage == "encode":
-        world.apply(M.Encoded(1))
-    elif what == "send" and not life.freed:
-        world.apply(M.SendStarted(1, address))
-    elif what == "sent" and address in life.sends:
-        world.apply(M.SendConfirmed(1, address))
+        world.apply(E.Encoded(1))
+    elif what == "send" and (life.staged or life.ended):  # a caller takes its answer only when it was woken
+        world.apply(E.TakeAnswer("r", 1, caller))
+    elif what == "sent" and caller in life.sends:
+        world.apply(E.SendConfirmed(1, caller))
     elif what == "release":
-        world.apply(M.ReleaseAsked(1, M.Reason.CLIENT_RELEASE))
+        world.apply(E.ReleaseAsked(1, E.Reason.CLIENT_RELEASE))
     elif what == "expire":
         world.advance(31)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tectum.errors import TectumError
+from tectum.lifecycle import events
 from tectum.lifecycle import ledger as ledger_module
-from tectum.lifecycle import machine as machine_module
 
 
 class Size(NamedTuple):
@@ -37,12 +37,14 @@ class Life:
     queued: bool = False
     staged: bool = False
     buffer: int | None = None
-    sends: list[str] = field(default_factory=list)  # open, by address
-    shares: int = 0  # destinations that the callers themselves are
-    callers: set[int] = field(default_factory=set)
+    sends: list[Any] = field(default_factory=list)  # open, by address
+    callers: dict[int, str] = field(default_factory=dict)  # waiter -> inline, hold or push; all that have not left
+    read: set[int] = field(default_factory=set)  # inline callers that have their rows
+    pulled_at: int = -1  # step of the last whole pull
+    held_at: int = -1  # step of the last caller that asked to hold the rows
     registered: set[str] = field(default_factory=set)
     declared: int = 0
-    confirmed: set[str] = field(default_factory=set)
+    confirmed: set[Any] = field(default_factory=set)
     lost: dict[str, TectumError] = field(default_factory=dict)
     last_activity: float = 0.0
     ended: Any = None  # the Ended effect
@@ -64,10 +66,11 @@ class Waiter:
     milestone: Any = None
     life: int | None = None
     until: float | None = None
-    share: int = 0  # of a caller
+    delivery: Any = None  # of a caller
     expected: int = 0  # of a registration
     addresses: tuple[str, ...] = ()  # of a registration
     gone: bool = False
+    took: bool = False  # of a caller: it asked for its answer
     answers: list[Any] = field(default_factory=list)
 
 
@@ -93,12 +96,10 @@ class Step:
 
 
 class World:
-    """One run. `ledger` and `machine` are the modules under test (a mutant replaces them)."""
+    """One run. `ledger` is the module under test (a mutant replaces it)."""
 
-    def __init__(
-        self, limits: Any, checkers: Iterable[Any], ledger: Any = ledger_module, machine: Any = machine_module
-    ) -> None:
-        self.L, self.M = ledger, machine
+    def __init__(self, limits: Any, checkers: Iterable[Any], ledger: Any = ledger_module) -> None:
+        self.E = events
         self.limits = limits
         self.ledger = ledger.Ledger(limits)
         self.now = 0.0
@@ -136,7 +137,7 @@ class World:
         for effect in effects:
             self._carry(effect, life)
         step = Step(self.steps, self.now, event, effects, life, was_ended, before, grave, is_new)
-        released_unseen = isinstance(event, self.L.Release) and life is None and grave is None
+        released_unseen = isinstance(event, self.E.Release) and life is None and grave is None
         if released_unseen:
             self.bury(event.req_id, None)
         for checker in self.checkers:
@@ -148,7 +149,7 @@ class World:
         target = self.now + seconds
         while (due := self.ledger.next_due()) is not None and due <= target:
             self.now = max(self.now, due)
-            self.apply(self.L.Tick())
+            self.apply(self.E.Tick())
         self.now = target
 
     def new_waiter(self, kind: str, req_id: str, **facts: Any) -> Waiter:
@@ -166,8 +167,8 @@ class World:
 
     def _carry_asked(self, event: Any, effects: list[Any]) -> Life | None:
         """A new life begins."""
-        admitted = next((effect for effect in effects if isinstance(effect, self.M.Admit)), None)
-        if not isinstance(event, self.L.Accept) or admitted is None:
+        admitted = next((effect for effect in effects if isinstance(effect, self.E.Admit)), None)
+        if not isinstance(event, self.E.Accept) or admitted is None:
             return None
         life = Life(admitted.life, event.req_id, event.fingerprint, self.now, event.deadline)
         self.lives[life.life] = self.by_id[event.req_id] = life
@@ -181,47 +182,53 @@ class World:
         return life
 
     def _model(self, event: Any, effects: list[Any], life: Life) -> None:  # noqa: C901 - one case an event
-        L, M = self.L, self.M
-        admitted = any(isinstance(effect, M.Admit) for effect in effects)
-        if not isinstance(event, (L.Wait, L.Tick)) and not (isinstance(event, L.Accept) and not admitted):
+        E = self.E
+        admitted = any(isinstance(effect, E.Admit) for effect in effects)
+        if not isinstance(event, (E.Wait, E.Tick)) and not (isinstance(event, E.Accept) and not admitted):
             life.last_activity = self.now
         match event:
-            case L.Accept() if admitted:
-                life.callers.add(event.waiter)
-                life.shares += event.share
+            case E.Accept() if admitted:
+                life.callers[event.waiter] = event.delivery
+                if event.delivery == E.Delivery.HOLD:
+                    life.held_at = self.steps
                 self.waiters[event.waiter].life = life.life
-            case L.Register() if admitted:
+            case E.Register() if admitted:
                 self._registered(life, event.addresses, event.expected)
-            case M.PrepareStarted() if admitted:
+            case E.PrepareStarted() if admitted:
                 life.stage = "prepare"
-            case M.EncodeStarted() if admitted:
+            case E.EncodeStarted() if admitted:
                 life.stage, life.queued = "encode", False
-            case M.Prepared():
+            case E.Prepared():
                 life.stage = None
-                if not any(isinstance(e, M.Ended) for e in effects) and life.ended is None:
+                if not any(isinstance(e, E.Ended) for e in effects) and life.ended is None:
                     life.size, life.queued = event.metadata, True
-            case M.Encoded():
+            case E.Encoded():
                 life.stage = None
                 self._stage(life)
-            case M.Failed():
+            case E.Failed():
                 life.stage = None
-            case M.SendStarted() | L.Pull() if admitted:
+            case E.Pull() if admitted:
                 life.sends.append(event.address)
-            case M.SendConfirmed():
+            case E.TakeAnswer() if admitted and life.callers[event.waiter] == E.Delivery.INLINE:
+                life.sends.append(event.waiter)
+            case E.SendConfirmed():
                 life.sends.remove(event.address)
+                if event.address in self.waiters:
+                    life.read.add(event.address)
+                if event.reason == E.Reason.PULLED:
+                    life.pulled_at = self.steps
                 life.confirmed.add(event.address)
                 life.lost.pop(event.address, None)
                 self._tell(life.req_id, event.address, "rows")
-            case M.SendFailed():
+            case E.SendFailed():
                 life.sends.remove(event.address)
                 if event.final and event.address not in life.confirmed:
                     life.lost[event.address] = event.error
                     self._tell(life.req_id, event.address, "failed")
-            case M.CallerLeft():
+            case E.CallerLeft():
                 self.waiters[event.waiter].gone = True
                 if event.waiter in life.callers and life.ended is None:
-                    life.callers.discard(event.waiter)
-                    life.shares = max(life.shares - event.share, 0)
+                    del life.callers[event.waiter]
 
     def _registered(self, life: Life, addresses: Iterable[str], expected: int) -> None:
         for address in addresses:
@@ -238,15 +245,15 @@ class World:
         life.staged = True
 
     def _carry(self, effect: Any, about: Life | None) -> None:
-        M = self.M
+        E = self.E
         match effect:
-            case M.Wake():
+            case E.Wake():
                 self.waiters[effect.waiter].answers.append(effect)
-            case M.StartSend():
+            case E.StartSend():
                 self.lives[effect.life].sends.append(effect.address)
-            case M.Notify():
+            case E.Notify():
                 self._tell(effect.req_id, effect.address, "error")
-            case M.Ended():
+            case E.Ended():
                 life = self.lives[effect.life]
                 if life.ended is None:
                     life.ended, life.ended_at = effect, self.now
@@ -254,7 +261,7 @@ class World:
                 if self.by_id.get(life.req_id) is life:
                     del self.by_id[life.req_id]
                 self.bury(life.req_id, effect)
-            case M.Free():
+            case E.Free():
                 life = self.lives[effect.life]
                 life.freed = True
                 if life.buffer is not None:
@@ -278,12 +285,24 @@ class World:
         found = self.graves.get(req_id)
         return found if found is not None and self.now < found[1] + self.limits.tombstone_ttl else None
 
+    def without_copy(self, life: Life) -> list[str]:
+        """Who was to have a copy and has none, lost receivers left out: callers by their number, receivers by address."""
+        deliveries = self.E.Delivery
+        missing = [
+            f"inline caller {number}"
+            for number, delivery in life.callers.items()
+            if delivery == deliveries.INLINE and number not in life.read
+        ]
+        if deliveries.HOLD in life.callers.values() and life.pulled_at < life.held_at:
+            missing.append("whoever pulls the held rows")
+        done = life.confirmed | set(life.lost)
+        missing += [f"receiver {address}" for address in life.registered - done]
+        missing += ["a receiver that is announced"] * (life.declared - len(life.registered))
+        return missing
+
     def settled(self, life: Life) -> bool:
-        """Everybody who was to have a copy has it, or is lost for good; counted by address."""
-        receivers = len(life.registered & (life.confirmed | set(life.lost)))
-        copies = len(life.confirmed - life.registered)
-        wanted = max(life.declared, len(life.registered))
-        return bool(life.confirmed or life.lost) and copies >= life.shares and receivers >= wanted
+        """Everybody who was to have a copy has it, or is lost for good."""
+        return bool(life.confirmed or life.lost) and not self.without_copy(life)
 
     def queued_patches(self) -> int:
         return sum(life.size.patches for life in self.lives.values() if life.queued and life.size)

@@ -18,10 +18,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tectum.errors import BadRequestError, LifecycleError, TectumError, UnavailableError
-from tectum.lifecycle.machine import (
-    Address,
+from tectum.lifecycle.events import (
+    Accept,
     Admit,
+    AnswerTaken,
     CallerLeft,
+    Close,
+    Delivery,
     DestinationsAdded,
     Drained,
     Effect,
@@ -31,25 +34,30 @@ from tectum.lifecycle.machine import (
     Event,
     Failed,
     Free,
+    LedgerEvent,
     LifecycleViolationError,
     Metadata,
     Milestone,
     Notify,
     Prepared,
     PrepareStarted,
+    Pull,
     Reason,
     Refuse,
+    Register,
+    Release,
     ReleaseAsked,
-    Request,
     SendConfirmed,
     SendFailed,
     SendStarted,
     State,
+    TakeAnswer,
+    Tick,
+    Wait,
+    WaitCancelled,
     Wake,
-    outcome_error,
-    short,
-    step,
 )
+from tectum.lifecycle.machine import Request, outcome_error, short, step
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,86 +74,13 @@ class Limits:
     max_tombstones: int = 10_000
 
 
-# --- events by id, from those who know no life -----------------------------------------------------------------------
-
-
-class Accept(NamedTuple):
-    """A request comes in at the door.
-
-    fingerprint: digest of its content; equal means "the same request again" (R8).
-    waiter: its caller, woken at `milestone` or with the error.
-    share: copies for this caller itself (1: it reads or pulls the rows; 0: registered receivers get them).
-    deadline: absolute time after which nobody wants the result any more, or None.
-    """
-
-    req_id: str
-    fingerprint: bytes
-    waiter: int
-    milestone: Milestone
-    share: int
-    deadline: float | None = None
-
-
-class Wait(NamedTuple):
-    """Somebody waits for `req_id` to reach `milestone`, until `until` at the latest."""
-
-    req_id: str
-    waiter: int
-    milestone: Milestone
-    until: float
-
-
-class WaitCancelled(NamedTuple):
-    """A waiter (not a caller) went away."""
-
-    waiter: int
-
-
-class Register(NamedTuple):
-    """Receivers at `addresses` want the rows of `req_id`; `expected` of them will register in all (0: not said).
-
-    It may come before its request: then it is held, and `waiter` is woken when the request comes or the hold ends.
-    """
-
-    req_id: str
-    addresses: tuple[Address, ...]
-    expected: int
-    waiter: int
-
-
-class Pull(NamedTuple):
-    """Somebody asks to read the staged rows of `req_id` as destination `address`."""
-
-    req_id: str
-    address: Address
-
-
-class Release(NamedTuple):
-    """Give back all of `req_id`. For an id never seen it is remembered, so that a late encode does not start (R5)."""
-
-    req_id: str
-    reason: Reason = Reason.CLIENT_RELEASE
-
-
-class Close(NamedTuple):
-    """Shut down: nothing new is accepted. `now` fails what lives; otherwise it may finish."""
-
-    fail_live: bool
-
-
-class Tick(NamedTuple):
-    """Time passed."""
-
-
-LedgerEvent = Accept | Wait | WaitCancelled | Register | Pull | Release | Close | Tick | Event
-
-
 class Tombstone(NamedTuple):
     """What is remembered of a released id (R7). `error` is kept where a stage or a send failed with one of its own."""
 
     reason: Reason
     at: float
     error: TectumError | None
+    life: int = 0  # the life it stands for
     unborn: bool = False  # released before it was ever seen
 
 
@@ -160,14 +95,20 @@ class _Orphan:
         self.registrations: list[Register] = []
 
 
+#: what a caller waits for before it takes its answer
+_MILESTONE = {
+    Delivery.INLINE: Milestone.STAGED,
+    Delivery.HOLD: Milestone.STAGED,
+    Delivery.PUSH: Milestone.ENDED,
+}
 _KEEPS_ERROR = frozenset({Reason.ENCODE_FAILED, Reason.SEND_FAILED})
 
 
 class Ledger:
     """The one owner of every request's state.
 
-    `handle` applies one event and returns the effects to carry out, in order. For an event that asks (Accept, Pull,
-    Register, PrepareStarted, EncodeStarted, SendStarted) exactly one of them is `Admit` or `Refuse`.
+    `handle` applies one event and returns the effects to carry out, in order. For an event that asks (Accept, TakeAnswer,
+    Pull, Register, PrepareStarted, EncodeStarted) exactly one of them is `Admit` or `Refuse`.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -190,6 +131,7 @@ class Ledger:
             Wait: self._wait,
             WaitCancelled: self._wait_cancelled,
             Register: self._register,
+            TakeAnswer: self._take_answer,
             Pull: self._pull,
             Release: self._release,
             Close: self._close,
@@ -221,10 +163,9 @@ class Ledger:
         self._bury(now)
         return self._tombstones.get(req_id)
 
-    def outcome(self, req_id: str, now: float) -> TectumError:
-        """What somebody is told who finds that `req_id` was released a moment ago."""
-        stone = self.tombstone(req_id, now)
-        return unknown(req_id) if stone is None else self._released(req_id, stone, now)
+    def unfinished(self) -> int:
+        """Lives that somebody still works for: a stage, a send or the queue; not rows that wait to be pulled."""
+        return sum(request.used or request.state is not State.STAGED for request in self._lives.values())
 
     def lives(self) -> Iterator[Request]:
         """Every life that still holds something, draining ones included."""
@@ -244,12 +185,13 @@ class Ledger:
         if refusal is not None:
             effects.append(Refuse(refusal))
             return
-        request = Request(self._next_life, event.req_id, event.fingerprint, event.share, event.deadline, now)
+        request = Request(self._next_life, event.req_id, event.fingerprint, event.deadline, now)
         self._next_life += 1
         self._lives[request.life] = request
         self._by_id[event.req_id] = request
         self._tombstones.pop(event.req_id, None)  # a new life under an old id
-        request.waiters.append((event.waiter, event.milestone))
+        request.add_caller(event.waiter, event.delivery)
+        request.waiters.append((event.waiter, _MILESTONE[event.delivery]))
         self._schedule(self._due(request), request.life)
         effects.append(Admit(request.life))
         self._adopt_orphan(request, now, effects)
@@ -260,11 +202,10 @@ class Ledger:
             text = f"Request id {short(event.req_id)} is live with other content; use a new id"
             effects.append(Refuse(LifecycleError("request_conflict", text)))
             return
-        live.callers += 1
-        live.shares += event.share
+        live.add_caller(event.waiter, event.delivery)
         live.last_activity = now
         effects.append(Admit(live.life, joined=True))
-        self._add_waiter(live, event.waiter, event.milestone, effects)
+        self._add_waiter(live, event.waiter, _MILESTONE[event.delivery], effects)
 
     def _refusal(self, event: Accept, now: float) -> TectumError | None:
         """R14 and R5: why this request may not enter, if so."""
@@ -360,7 +301,7 @@ class Ledger:
         elif isinstance(effect, Ended):
             assert self._by_id.pop(request.req_id) is request, "the id names another life"
             error = effect.error.bare() if effect.error is not None and effect.reason in _KEEPS_ERROR else None
-            self._remember(request.req_id, Tombstone(effect.reason, now, error))
+            self._remember(request.req_id, Tombstone(effect.reason, now, error, effect.life))
             self._ends.append(now)
         elif isinstance(effect, Free):
             del self._lives[request.life]
@@ -370,7 +311,7 @@ class Ledger:
 
     def _after_life(self, event: Event, effects: list[Effect]) -> None:
         """An event for a life that holds nothing any more: asking is refused, leaving is fine, the rest cannot be."""
-        if isinstance(event, (PrepareStarted, EncodeStarted, SendStarted, DestinationsAdded)):
+        if isinstance(event, (PrepareStarted, EncodeStarted)):
             effects.append(Refuse(LifecycleError("request_released", "Encoder request was released before this stage")))
         elif not isinstance(event, (ReleaseAsked, CallerLeft)):
             raise LifecycleViolationError(f"{type(event).__name__} for life {event.life}, which holds nothing")
@@ -437,6 +378,17 @@ class Ledger:
         orphan.registrations.append(event)
         self._waiting[event.waiter] = event.req_id
         effects.append(Admit(0))
+
+    def _take_answer(self, event: TakeAnswer, now: float, effects: list[Effect]) -> None:
+        request = self._lives.get(event.life)
+        if request is not None and request.reason is None:
+            self._step(AnswerTaken(event.life, event.waiter), now, effects)
+            return
+        stone = self.tombstone(event.req_id, now)
+        if stone is None or stone.life != event.life:  # the id lives again, or its end is forgotten
+            effects.append(Refuse(unknown(event.req_id)))
+        else:
+            effects.append(Refuse(self._released(event.req_id, stone, now)))
 
     def _pull(self, event: Pull, now: float, effects: list[Effect]) -> None:
         request = self._by_id.get(event.req_id)
@@ -594,15 +546,14 @@ class Ledger:
                 self._step(ReleaseAsked(life, Reason.SHUTDOWN), now, effects)
 
 
+#: what the shell reports of a life; the other events of a life come from an event by id, above
 _LIFE_EVENTS = (
     PrepareStarted,
     EncodeStarted,
     Encoded,
     Failed,
-    SendStarted,
     SendConfirmed,
     SendFailed,
-    DestinationsAdded,
     CallerLeft,
     ReleaseAsked,
 )

@@ -12,227 +12,41 @@ until the last use ends. So `Free` is emitted exactly once a life, and never whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from tectum.errors import (
-    DeliveryError,
-    InternalError,
-    LifecycleError,
-    TectumError,
-    UnavailableError,
+from tectum.errors import DeliveryError, InternalError, LifecycleError, TectumError, UnavailableError
+from tectum.lifecycle.events import (
+    SUCCESS,
+    Address,
+    Admit,
+    AnswerTaken,
+    CallerLeft,
+    Delivery,
+    DestinationsAdded,
+    Effect,
+    Encoded,
+    EncodeStarted,
+    Ended,
+    Event,
+    Failed,
+    Free,
+    LifecycleViolationError,
+    Metadata,
+    Milestone,
+    Notify,
+    Prepared,
+    PrepareStarted,
+    Reason,
+    Refuse,
+    ReleaseAsked,
+    SendConfirmed,
+    SendFailed,
+    SendStarted,
+    StartSend,
+    State,
+    Wake,
 )
-
-#: where a receiver waits: opaque here, equal for a retry to the same place (R9)
-Address = Hashable
-
-
-class State(StrEnum):
-    ACCEPTED = "accepted"  # admitted; its media is fetched, decoded and preprocessed
-    PREPARED = "prepared"  # rows, width and bytes are known and published; waits for the forward
-    ENCODING = "encoding"  # in the forward
-    STAGED = "staged"  # rows are held for its receivers
-    DRAINING = "draining"  # released, but a stage or a send still uses its memory
-    RELEASED = "released"  # nothing is held any more
-
-
-class Reason(StrEnum):
-    """Why a request was released. The first one asked for wins and is kept (R2)."""
-
-    DELIVERED = "delivered"
-    PULLED = "pulled"
-    CLIENT_RELEASE = "client_release"
-    CLIENT_ABORT = "client_abort"
-    DEADLINE = "deadline"
-    EXPIRED = "expired"
-    ENCODE_FAILED = "encode_failed"
-    SEND_FAILED = "send_failed"
-    WORKER_LOST = "worker_lost"
-    SHUTDOWN = "shutdown"
-
-
-#: reasons under which everybody got what they asked for
-SUCCESS = frozenset({Reason.DELIVERED, Reason.PULLED})
-
-
-class Milestone(StrEnum):
-    """What a waiter waits for."""
-
-    METADATA = "metadata"
-    STAGED = "staged"
-    ENDED = "ended"
-
-
-class Metadata(Protocol):
-    """What the core reads of the metadata; the rest of it only passes through."""
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def patches(self) -> int: ...
-
-
-# --- events: what happened to one life -------------------------------------------------------------------------------
-
-
-class PrepareStarted(NamedTuple):
-    """The shell asks to fetch, decode and preprocess."""
-
-    life: int
-
-
-class Prepared(NamedTuple):
-    """Preprocessing ended well: rows and bytes are known."""
-
-    life: int
-    metadata: Metadata
-
-
-class EncodeStarted(NamedTuple):
-    """The batcher asks to take the request into a forward."""
-
-    life: int
-
-
-class Encoded(NamedTuple):
-    """The forward ended well, its rows were checked and lie in staging memory."""
-
-    life: int
-
-
-class Failed(NamedTuple):
-    """The stage that used the request (prepare or encode) ended without a result."""
-
-    life: int
-    error: TectumError
-    reason: Reason = Reason.ENCODE_FAILED
-
-
-class SendStarted(NamedTuple):
-    """Somebody asks to read the staged rows for `address`."""
-
-    life: int
-    address: Address
-
-
-class SendConfirmed(NamedTuple):
-    """The receiver at `address` has its rows; the send reads memory no more."""
-
-    life: int
-    address: Address
-    reason: Reason = Reason.DELIVERED
-
-
-class SendFailed(NamedTuple):
-    """The send to `address` ended without confirmation; `final` says that this receiver will not ask again."""
-
-    life: int
-    address: Address
-    error: TectumError
-    final: bool = True
-
-
-class DestinationsAdded(NamedTuple):
-    """Receivers at `addresses` want the rows pushed as soon as they are staged; `expected` of them will come in all."""
-
-    life: int
-    addresses: tuple[Address, ...]
-    expected: int
-
-
-class CallerLeft(NamedTuple):
-    """A caller hung up before it had its answer; `share` is what it counted for among the expected (as at Accept)."""
-
-    life: int
-    waiter: int
-    share: int = 1
-
-
-class ReleaseAsked(NamedTuple):
-    """Somebody asks to give back everything this request holds."""
-
-    life: int
-    reason: Reason
-
-
-Event = (
-    PrepareStarted
-    | Prepared
-    | EncodeStarted
-    | Encoded
-    | Failed
-    | SendStarted
-    | SendConfirmed
-    | SendFailed
-    | DestinationsAdded
-    | CallerLeft
-    | ReleaseAsked
-)
-
-# --- effects: what the shell must do now -----------------------------------------------------------------------------
-
-
-class Admit(NamedTuple):
-    """Yes: go on. `joined` says that the id was live with the same content, and no new work starts (R8)."""
-
-    life: int
-    joined: bool = False
-
-
-class Refuse(NamedTuple):
-    """No: the asking party gets this error, and nothing was changed."""
-
-    error: TectumError
-
-
-class Wake(NamedTuple):
-    """A waiter's wait is over: with the metadata (or None where it asked for none), or with the error."""
-
-    waiter: int
-    metadata: Metadata | None
-    error: TectumError | None
-
-
-class StartSend(NamedTuple):
-    """Push the staged rows to `address`; the use is already counted."""
-
-    life: int
-    address: Address
-
-
-class Notify(NamedTuple):
-    """The receiver at `address` waits for rows of `req_id` that will not come: tell it why."""
-
-    req_id: str
-    address: Address
-    error: TectumError
-
-
-class Ended(NamedTuple):
-    """The outcome is decided (once a life): count it, close its trace, and stop whatever stage still works for it."""
-
-    life: int
-    reason: Reason
-    error: TectumError | None
-
-
-class Free(NamedTuple):
-    """Nobody uses the memory any more: give it back (once a life)."""
-
-    life: int
-
-
-class Drained(NamedTuple):
-    """Closing, and nothing lives any more."""
-
-
-Effect = Admit | Refuse | Wake | StartSend | Notify | Ended | Free | Drained
-
-
-class LifecycleViolationError(AssertionError):
-    """The shell reported something that cannot happen in this state: a defect in the shell, never a user's fault."""
-
 
 # --- one request -----------------------------------------------------------------------------------------------------
 
@@ -253,19 +67,17 @@ class Request:
         "life",
         "lost",
         "metadata",
+        "pulled",
         "reason",
         "registered",
         "req_id",
-        "shares",
         "stage_open",
         "state",
         "waiters",
         "waiting_destinations",
     )
 
-    def __init__(
-        self, life: int, req_id: str, fingerprint: bytes, share: int, deadline: float | None, now: float
-    ) -> None:
+    def __init__(self, life: int, req_id: str, fingerprint: bytes, deadline: float | None, now: float) -> None:
         self.life = life
         self.req_id = req_id
         self.fingerprint = fingerprint
@@ -273,8 +85,8 @@ class Request:
         self.accepted_at = now
         self.last_activity = now
         self.deadline = deadline
-        self.callers = 1
-        self.shares = share  # destinations that the callers themselves are: each reads or pulls a copy
+        self.callers: dict[int, Delivery] = {}  # waiter -> how it wants its rows; all that have not hung up
+        self.pulled = False  # somebody pulled a whole copy since the last caller asked to hold one
         self.declared = 0  # receivers that were announced
         self.registered: set[Address] | None = None  # receivers that registered, by address (R9)
         self.metadata: Metadata | None = None
@@ -293,13 +105,26 @@ class Request:
 
     @property
     def settled(self) -> bool:
-        """Each caller has its copy, and each receiver expected has its own or is lost for good (R10)."""
+        """Everybody expected has a copy of its own, or is lost for good (R10).
+
+        Each inline caller reads its own; one pull serves all who asked to hold the rows; receivers count by address.
+        """
         confirmed, registered = self.confirmed or set(), self.registered or set()
+        if not confirmed and not self.lost:
+            return False
+        for waiter, delivery in self.callers.items():
+            if delivery is Delivery.INLINE and waiter not in confirmed:
+                return False
+            if delivery is Delivery.HOLD and not self.pulled:
+                return False
         receivers = len(registered & (confirmed | set(self.lost or ())))
-        heard_of = bool(confirmed or self.lost)
-        return (
-            heard_of and len(confirmed - registered) >= self.shares and receivers >= max(self.declared, len(registered))
-        )
+        return receivers >= max(self.declared, len(registered))
+
+    def add_caller(self, waiter: int, delivery: Delivery) -> None:
+        """One more caller wants the rows. Who asks to hold them is promised a pull that is still to come."""
+        self.callers[waiter] = delivery
+        if delivery is Delivery.HOLD:
+            self.pulled = False
 
     def reached(self, milestone: Milestone) -> bool:
         if milestone is Milestone.METADATA:
@@ -350,6 +175,13 @@ def _fail(request: Request, event: Failed, effects: list[Effect]) -> None:
     _release(request, event.reason, event.error, effects)
 
 
+def _take_answer(request: Request, event: AnswerTaken, effects: list[Effect]) -> None:
+    """The answer stands; an inline caller may read the rows now, and that use is counted (R1)."""
+    if request.callers[event.waiter] is Delivery.INLINE:
+        _open_send(request, event.waiter)
+    effects.append(Admit(request.life))
+
+
 def _begin_send(request: Request, event: SendStarted, effects: list[Effect]) -> None:
     """The send may read the rows; its use is counted (R1)."""
     _open_send(request, event.address)
@@ -362,6 +194,7 @@ def _confirm(request: Request, event: SendConfirmed, effects: list[Effect]) -> N
     if request.confirmed is None:
         request.confirmed = set()
     request.confirmed.add(event.address)
+    request.pulled |= event.reason is Reason.PULLED
     if request.lost is not None:
         request.lost.pop(event.address, None)  # a retry made good
     _settle(request, event.reason, effects)
@@ -400,11 +233,10 @@ def _add_destinations(request: Request, event: DestinationsAdded, effects: list[
 
 
 def _caller_left(request: Request, event: CallerLeft, effects: list[Effect]) -> None:
-    """Its wait and its share are given up; when no caller is left, release."""
+    """Its wait and its copy are given up; when no caller is left, release."""
     request.waiters = [entry for entry in request.waiters if entry[0] != event.waiter]
-    request.callers -= 1
-    request.shares = max(request.shares - event.share, 0)
-    if request.callers == 0:
+    del request.callers[event.waiter]
+    if not request.callers:
         _release(request, Reason.CLIENT_ABORT, None, effects)
     elif request.state is State.STAGED:
         _settle(request, Reason.DELIVERED, effects)
@@ -457,6 +289,7 @@ TABLE: dict[State, dict[type, Move]] = {
         **_RELEASE,
     },
     S.STAGED: {
+        AnswerTaken: Move(S.STAGED, _take_answer),
         SendStarted: Move(S.STAGED, _begin_send),
         SendConfirmed: Move(None, _confirm),
         SendFailed: Move(None, _lose),
@@ -472,8 +305,6 @@ TABLE: dict[State, dict[type, Move]] = {
         SendFailed: Move(None, _end_send),
         PrepareStarted: Move(S.DRAINING, _refuse_released),
         EncodeStarted: Move(S.DRAINING, _refuse_released),
-        SendStarted: Move(S.DRAINING, _refuse_released),
-        DestinationsAdded: Move(S.DRAINING, _refuse_released),
         CallerLeft: Move(S.DRAINING, _ignore),
         ReleaseAsked: Move(S.DRAINING, _ignore),
     },

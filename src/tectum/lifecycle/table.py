@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tectum.lifecycle.machine import TABLE, State
+from tectum.lifecycle.events import State
+from tectum.lifecycle.machine import TABLE
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 

@@ -20,24 +20,13 @@ from operator import methodcaller
 from typing import Any, Protocol
 
 from tectum.errors import DeliveryError, InternalError, TectumError
-from tectum.lifecycle.ledger import (
+from tectum.lifecycle.events import (
     Accept,
-    Close,
-    Ledger,
-    LedgerEvent,
-    Limits,
-    Pull,
-    Register,
-    Release,
-    Tick,
-    Wait,
-    WaitCancelled,
-    unknown,
-)
-from tectum.lifecycle.machine import (
     Address,
     Admit,
     CallerLeft,
+    Close,
+    Delivery,
     Drained,
     Effect,
     Encoded,
@@ -45,19 +34,27 @@ from tectum.lifecycle.machine import (
     Ended,
     Failed,
     Free,
+    LedgerEvent,
     Milestone,
     Notify,
     Prepared,
     PrepareStarted,
+    Pull,
     Reason,
     Refuse,
+    Register,
+    Release,
     SendConfirmed,
     SendFailed,
-    SendStarted,
     StartSend,
+    TakeAnswer,
+    Tick,
+    Wait,
+    WaitCancelled,
     Wake,
-    outcome_error,
 )
+from tectum.lifecycle.ledger import Ledger, Limits, unknown
+from tectum.lifecycle.machine import outcome_error
 from tectum.pipeline.batcher import Batcher
 from tectum.pipeline.fingerprint import fingerprint
 from tectum.types import Destination, EncodeRequest, Modality, RequestMetadata
@@ -185,28 +182,34 @@ class Pipeline:
         The block is the delivery: when it ends well the caller has its rows; when it is left by an exception or a
         cancellation, the caller is gone. Raises MMError with the status of whatever went wrong.
         """
-        address = Destination(f"inline:{next(self._numbers)}")
-        async with self._calling(request, Milestone.STAGED) as (job, waiter):
-            self._ask(SendStarted(job.life, address))
-            try:
-                yield job
-            except BaseException as error:
-                self._handle(SendFailed(job.life, address, _as_send_error(error), final=False))
-                self._handle(CallerLeft(job.life, waiter))
-                raise
-            self._handle(SendConfirmed(job.life, address))
+        life, waiter, _ = await self._call(request, Delivery.INLINE)
+        job = self._jobs[self._ask(TakeAnswer(request.req_id, life, waiter))]
+        try:
+            yield job
+        except BaseException as error:
+            self._handle(SendFailed(life, waiter, _as_send_error(error), final=False))
+            self._handle(CallerLeft(life, waiter))
+            raise
+        self._handle(SendConfirmed(life, waiter))
 
     @asynccontextmanager
     async def hold(self, request: EncodeRequest) -> AsyncIterator[Job]:
         """Encode `request` and keep its rows for a later pull; inside the block the caller is answered."""
-        async with self._calling(request, Milestone.STAGED) as (job, waiter):
-            if job.staged is None:  # released between the wake and this line
-                raise self.ledger.outcome(request.req_id, self._loop.time())
-            try:
-                yield job
-            except BaseException:
-                self._handle(CallerLeft(job.life, waiter))
-                raise
+        life, waiter, _ = await self._call(request, Delivery.HOLD)
+        job = self._jobs[self._ask(TakeAnswer(request.req_id, life, waiter))]
+        try:
+            yield job
+        except BaseException:
+            self._handle(CallerLeft(life, waiter))
+            raise
+
+    async def deliver(self, request: EncodeRequest) -> RequestMetadata:
+        """Encode `request` for the receivers that register for it; returns when every one of them has its rows.
+
+        Raises MMError: what the encode failed with, or the error of a delivery that failed for good.
+        """
+        _, _, metadata = await self._call(request, Delivery.PUSH)
+        return metadata
 
     @asynccontextmanager
     async def pull(self, req_id: str) -> AsyncIterator[Job]:
@@ -271,13 +274,14 @@ class Pipeline:
     async def drain(self, timeout: float) -> bool:
         """Refuse new work, let accepted work finish, then fail the rest; at most `timeout` seconds in all.
 
-        True when everything accepted was finished. After False some thread may still run a stage that cannot be
-        stopped, and the process has to end it.
+        True when everything accepted was finished: delivered, or staged for a pull that did not come. After False some
+        thread may still run a stage that cannot be stopped, and the process has to end it.
         """
         grace = min(1.0, timeout / 4)
         self._handle(Close(fail_live=False))
-        finished = await self._wait_drained(timeout - grace)
-        if not finished:
+        finished = drained = await self._wait_drained(timeout - grace)
+        if not drained:
+            finished = not self.ledger.unfinished()  # rows that nobody pulled are no unfinished work
             self._handle(Close(fail_live=True))
             for task in self._tasks - {self._encode_loop}:
                 task.cancel()
@@ -297,29 +301,29 @@ class Pipeline:
 
     # --- the caller's side of one request ---
 
-    @asynccontextmanager
-    async def _calling(self, request: EncodeRequest, milestone: Milestone) -> AsyncIterator[tuple[Job, int]]:
-        """Accept (or join), await the milestone; a caller that leaves before is reported to the ledger."""
+    async def _call(self, request: EncodeRequest, delivery: Delivery) -> tuple[int, int, Any]:
+        """Accept (or join) and await the answer: the life, the waiter that this caller is, and what it was woken with.
+
+        A caller that leaves before is reported to the ledger.
+        """
         digest = await fingerprint(request)
         waiter, future = self._new_waiter()
         now = self._loop.time()
         deadline = None if request.deadline_ms is None else now + request.deadline_ms / 1000
         try:
-            life = self._ask(Accept(request.req_id, digest, waiter, milestone, 1, deadline))
+            life = self._ask(Accept(request.req_id, digest, waiter, delivery, deadline))
         except TectumError as refusal:
             del self._futures[waiter]
             self._observe(methodcaller("refused", refusal))
             raise
-        job = self._jobs.get(life)
-        if job is None:
+        if life not in self._jobs:
             job = self._jobs[life] = Job(life, request, now)
             job.walk = self._spawn(self._walk(job))
         try:
-            await future
+            return life, waiter, await future
         except asyncio.CancelledError:
             self._forget(waiter, CallerLeft(life, waiter))
             raise
-        yield job, waiter
 
     # --- the stages ---
 

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from tectum.config import Settings
 from tectum.delivery import wire
-from tectum.lifecycle.machine import Milestone, Reason
+from tectum.lifecycle.events import Milestone, Reason
 from tectum.pipeline.pipeline import Job, Pipeline
 from tectum.serving.bodies import REQ_ID, read_encode_request
 from tectum.serving.presence import Caller, CallerGoneError

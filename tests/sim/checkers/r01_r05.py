@@ -12,7 +12,7 @@ class Memory(Checker):
     rule = "R1"
 
     def after(self, world: World, step: Step) -> None:
-        for free in step.all(world.M.Free):
+        for free in step.all(world.E.Free):
             self.must(not world.lives[free.life].used, f"life {free.life} was freed while it is used")
         for life in world.holding():
             if life.sends and life.buffer is not None:
@@ -32,26 +32,26 @@ class OneRelease(Checker):
         self._freed: set[int] = set()
 
     def after(self, world: World, step: Step) -> None:
-        for ended in step.all(world.M.Ended):
+        for ended in step.all(world.E.Ended):
             self.must(ended.life not in self._ended, f"life {ended.life} ended twice")
             self._ended.add(ended.life)
             asked = getattr(step.event, "reason", None)
-            if isinstance(step.event, (world.M.ReleaseAsked, world.M.Failed, world.L.Release)):
-                refused_for_size = isinstance(step.event, world.M.Prepared)
+            if isinstance(step.event, (world.E.ReleaseAsked, world.E.Failed, world.E.Release)):
+                refused_for_size = isinstance(step.event, world.E.Prepared)
                 self.must(
                     refused_for_size or ended.reason == asked,
                     f"asked to release for {asked}, released for {ended.reason}",
                 )
-            if len(step.all(world.M.Ended)) <= world.limits.max_tombstones:
+            if len(step.all(world.E.Ended)) <= world.limits.max_tombstones:
                 stone = world.ledger.tombstone(world.lives[ended.life].req_id, world.now)
                 self.must(stone is not None and stone.reason == ended.reason, "the reason is not kept")
-        for free in step.all(world.M.Free):
+        for free in step.all(world.E.Free):
             self.must(
                 free.life not in self._freed and free.life in self._ended, f"life {free.life} freed twice or alive"
             )
             self._freed.add(free.life)
-        if step.was_ended and isinstance(step.event, (world.M.ReleaseAsked, world.L.Release)):
-            others = [effect for effect in step.effects if not isinstance(effect, world.M.Drained)]
+        if step.was_ended and isinstance(step.event, (world.E.ReleaseAsked, world.E.Release)):
+            others = [effect for effect in step.effects if not isinstance(effect, world.E.Drained)]
             self.must(not others, "a second release had an effect")
 
 
@@ -61,21 +61,22 @@ class NoSendAfterRelease(Checker):
     rule = "R3"
 
     def after(self, world: World, step: Step) -> None:
-        if not isinstance(step.event, (world.M.SendStarted, world.L.Pull)):
+        E = world.E
+        if not isinstance(step.event, (E.TakeAnswer, E.Pull)):
             return
-        answer = step.first(world.M.Admit, world.M.Refuse)
+        answer = step.first(E.Admit, E.Refuse)
         self.must(answer is not None, "a send was left without an answer")
         live = step.life is not None and step.life.ended is None and step.life.staged
-        self.must(
-            isinstance(answer, world.M.Admit) == live, f"admitted={isinstance(answer, world.M.Admit)}, live={live}"
-        )
-        if (
-            isinstance(step.event, world.L.Pull)
-            and step.life is None
-            and step.grave is not None
-            and step.grave[0] is not None
-        ):
-            self._says_why(answer.error, step.grave[0], world.now - step.grave[1])
+        self.must(isinstance(answer, E.Admit) == live, f"admitted={isinstance(answer, E.Admit)}, live={live}")
+        ended, when = step.grave or (None, 0.0)
+        if isinstance(step.event, E.TakeAnswer) and not live:
+            if ended is None or ended.life != step.event.life:  # its own end is forgotten
+                self.must(answer.error.code == "request_not_found", "told the end of another life")
+                return
+        elif step.life is not None:
+            return
+        if ended is not None:
+            self._says_why(answer.error, ended, world.now - when)
 
     def _says_why(self, error: object, ended: object, age: float) -> None:
         kept = getattr(ended, "error", None)
@@ -93,21 +94,21 @@ class ReleaseDuringEncode(Checker):
     rule = "R4"
 
     def after(self, world: World, step: Step) -> None:
-        for effect in step.all(world.M.StartSend):
+        for effect in step.all(world.E.StartSend):
             self.must(world.lives[effect.life].ended is None, f"life {effect.life} is sent after its release")
         life = step.life
         if (
             life is None
             or not step.was_ended
-            or not isinstance(step.event, (world.M.Encoded, world.M.Prepared, world.M.Failed))
+            or not isinstance(step.event, (world.E.Encoded, world.E.Prepared, world.E.Failed))
         ):
             return
-        freed = step.first(world.M.Free) is not None
+        freed = step.first(world.E.Free) is not None
         self.must(
             freed != bool(life.sends), f"life {life.life}: its last stage ended, freed={freed}, sends={life.sends}"
         )
         self.must(
-            step.first(world.M.Wake, world.M.StartSend) is None, "somebody was told of rows of a released request"
+            step.first(world.E.Wake, world.E.StartSend) is None, "somebody was told of rows of a released request"
         )
 
 
@@ -117,14 +118,14 @@ class ReleaseBeforeEncode(Checker):
     rule = "R5"
 
     def after(self, world: World, step: Step) -> None:
-        if isinstance(step.event, (world.M.PrepareStarted, world.M.EncodeStarted)) and (
+        if isinstance(step.event, (world.E.PrepareStarted, world.E.EncodeStarted)) and (
             step.was_ended or step.life is None
         ):
-            self.must(step.first(world.M.Refuse) is not None, "a stage started after the release")
-        if isinstance(step.event, world.L.Accept):
+            self.must(step.first(world.E.Refuse) is not None, "a stage started after the release")
+        if isinstance(step.event, world.E.Accept):
             unborn = step.grave is not None and step.grave[0] is None
             if unborn and not step.waiters_before:
-                self.must(step.first(world.M.Refuse) is not None, "an encode released beforehand was accepted")
+                self.must(step.first(world.E.Refuse) is not None, "an encode released beforehand was accepted")
 
 
 CHECKERS = [Memory, OneRelease, NoSendAfterRelease, ReleaseDuringEncode, ReleaseBeforeEncode]

@@ -12,14 +12,14 @@ class MetadataPublished(Checker):
     rule = "R6"
 
     def after(self, world: World, step: Step) -> None:
-        M = world.M
-        woken = {wake.waiter: wake for wake in step.all(M.Wake)}
-        if isinstance(step.event, M.Prepared) and step.life is not None and step.life.queued:
+        E = world.E
+        woken = {wake.waiter: wake for wake in step.all(E.Wake)}
+        if isinstance(step.event, E.Prepared) and step.life is not None and step.life.queued:
             for waiter in step.waiters_before:
-                if waiter.milestone is M.Milestone.METADATA:
+                if waiter.milestone is E.Milestone.METADATA:
                     wake = woken.get(waiter.number)
                     self.must(wake is not None and wake.metadata is step.event.metadata, "a metadata waiter sleeps on")
-        if isinstance(step.event, M.Failed) and not step.was_ended:
+        if isinstance(step.event, E.Failed) and not step.was_ended:
             for waiter in step.waiters_before:
                 if waiter.kind != "register":
                     wake = woken.get(waiter.number)
@@ -27,9 +27,9 @@ class MetadataPublished(Checker):
                         wake is not None and wake.error is step.event.error,
                         "a waiter did not get the stage's own error",
                     )
-        if isinstance(step.event, M.Encoded) and not step.was_ended:
+        if isinstance(step.event, E.Encoded) and not step.was_ended:
             for waiter in step.waiters_before:
-                if waiter.milestone is M.Milestone.STAGED:
+                if waiter.milestone is E.Milestone.STAGED:
                     self.must(waiter.number in woken, "a waiter for the rows sleeps on")
 
 
@@ -39,18 +39,18 @@ class Tombstones(Checker):
     rule = "R7"
 
     def after(self, world: World, step: Step) -> None:
-        L, M = world.L, world.M
+        E = world.E
         held = len(world.ledger._tombstones)
         if held > world.limits.max_tombstones:
             self.must(False, f"{held} tombstones are held")
-        if not isinstance(step.event, (L.Wait, L.Register, L.Pull)) or step.life is not None:
+        if not isinstance(step.event, (E.Wait, E.Register, E.Pull)) or step.life is not None:
             return
-        answer = step.first(M.Wake, M.Refuse)
+        answer = step.first(E.Wake, E.Refuse)
         if step.grave is not None:
             self.must(
                 answer is not None and answer.error is not None, f"{step.event.req_id} was released, nobody says so"
             )
-            if step.grave[0] is None or step.grave[0].reason not in (M.Reason.ENCODE_FAILED, M.Reason.SEND_FAILED):
+            if step.grave[0] is None or step.grave[0].reason not in (E.Reason.ENCODE_FAILED, E.Reason.SEND_FAILED):
                 self.must(answer.error.code == "request_released", f"answered with {answer.error.code}")
         elif answer is not None and answer.error is not None:
             self.must(answer.error.code == "request_not_found", f"forgotten or unseen, yet {answer.error.code}")
@@ -62,14 +62,14 @@ class Duplicates(Checker):
     rule = "R8"
 
     def after(self, world: World, step: Step) -> None:
-        if not isinstance(step.event, world.L.Accept) or step.life is None or step.is_new:
+        if not isinstance(step.event, world.E.Accept) or step.life is None or step.is_new:
             return
-        answer = step.first(world.M.Admit, world.M.Refuse)
+        answer = step.first(world.E.Admit, world.E.Refuse)
         if step.event.fingerprint == step.life.fingerprint:
-            self.must(isinstance(answer, world.M.Admit) and answer.joined, "the same content did not join")
+            self.must(isinstance(answer, world.E.Admit) and answer.joined, "the same content did not join")
             self.must(answer.life == step.life.life, "joined another life")
         else:
-            refused = isinstance(answer, world.M.Refuse) and answer.error.status == 409
+            refused = isinstance(answer, world.E.Refuse) and answer.error.status == 409
             self.must(refused, "other content was not refused with 409")
             self.must(len(step.effects) == 1, "the first was touched")
 
@@ -80,12 +80,12 @@ class CountedByAddress(Checker):
     rule = "R9"
 
     def after(self, world: World, step: Step) -> None:
-        for effect in step.all(world.M.StartSend):
+        for effect in step.all(world.E.StartSend):
             life = world.lives[effect.life]
             self.must(effect.address not in life.confirmed, f"{effect.address} is sent what it has")
             self.must(life.sends.count(effect.address) == 1, f"{effect.address} is sent to twice at once")
-        ended = step.first(world.M.Ended)
-        if ended is not None and ended.reason == world.M.Reason.DELIVERED:
+        ended = step.first(world.E.Ended)
+        if ended is not None and ended.reason == world.E.Reason.DELIVERED:
             life = world.lives[ended.life]
             self.must(
                 not life.registered - life.confirmed, "released as delivered, but a registered receiver has no rows"
@@ -98,16 +98,17 @@ class Delivered(Checker):
     rule = "R10"
 
     def after(self, world: World, step: Step) -> None:
-        M = world.M
-        ended = step.first(M.Ended)
-        if ended is not None and ended.reason in (M.Reason.DELIVERED, M.Reason.PULLED):
+        E = world.E
+        ended = step.first(E.Ended)
+        if ended is not None and ended.reason in (E.Reason.DELIVERED, E.Reason.PULLED):
             life = world.lives[ended.life]
-            self.must(world.settled(life) and not life.lost, "released as delivered before everybody has the rows")
-        if isinstance(step.event, (M.SendConfirmed, M.SendFailed)) and step.life is not None and not step.was_ended:
+            missing = world.without_copy(life)
+            self.must(not missing and not life.lost, f"released as {ended.reason}, yet without a copy: {missing}")
+        if isinstance(step.event, (E.SendConfirmed, E.SendFailed)) and step.life is not None and not step.was_ended:
             settled = world.settled(step.life) and (not step.life.lost or not step.life.sends)
             self.must((ended is not None) == settled, f"settled={settled}, released={ended is not None}")
             if ended is not None and step.life.lost:
-                self.must(ended.reason == M.Reason.SEND_FAILED, "a lost destination is called delivered")
+                self.must(ended.reason == E.Reason.SEND_FAILED, "a lost destination is called delivered")
 
 
 CHECKERS = [MetadataPublished, Tombstones, Duplicates, CountedByAddress, Delivered]

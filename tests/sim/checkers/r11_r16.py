@@ -12,16 +12,16 @@ class Time(Checker):
     rule = "R11"
 
     def after(self, world: World, step: Step) -> None:
-        M = world.M
-        for ended in step.all(M.Ended):
+        E = world.E
+        for ended in step.all(E.Ended):
             life = world.lives[ended.life]
-            if ended.reason == M.Reason.EXPIRED:
+            if ended.reason == E.Reason.EXPIRED:
                 idle = world.now - life.last_activity
                 self.must(idle >= world.limits.request_ttl - 1e-6, f"expired {idle:.3f} s after its last activity")
                 self.must(not life.sends, "expired during a send")
-            elif ended.reason == M.Reason.DEADLINE:
+            elif ended.reason == E.Reason.DEADLINE:
                 self.must(self._due(world, life) <= world.now + 1e-6, "its deadline had not passed")
-        if isinstance(step.event, world.L.Tick):
+        if isinstance(step.event, world.E.Tick):
             for life in world.holding():
                 if life.ended is None:
                     self.must(self._due(world, life) > world.now - 1e-6, f"life {life.life} is overdue")
@@ -39,10 +39,10 @@ class Outcomes(Checker):
     rule = "R12"
 
     def after(self, world: World, step: Step) -> None:
-        for wake in step.all(world.M.Wake):
+        for wake in step.all(world.E.Wake):
             waiter = world.waiters[wake.waiter]
             self.must(len(waiter.answers) == 1, f"waiter {wake.waiter} was answered {len(waiter.answers)} times")
-        for ended in step.all(world.M.Ended):
+        for ended in step.all(world.E.Ended):
             for waiter in world.waiters.values():
                 if waiter.life == ended.life and waiter.kind in ("caller", "wait") and not waiter.gone:
                     self.must(waiter.answers, f"life {ended.life} ended and its {waiter.kind} was not told")
@@ -62,22 +62,22 @@ class Cancelling(Checker):
     rule = "R13"
 
     def after(self, world: World, step: Step) -> None:
-        M, L = world.M, world.L
-        if isinstance(step.event, M.CallerLeft) and step.life is not None and step.life.used:
-            self.must(step.first(M.Free) is None, "freed under a running stage or send when a caller left")
-        if isinstance(step.event, (M.CallerLeft, L.WaitCancelled)):
-            woken = any(wake.waiter == step.event.waiter for wake in step.all(M.Wake))
+        E = world.E
+        if isinstance(step.event, E.CallerLeft) and step.life is not None and step.life.used:
+            self.must(step.first(E.Free) is None, "freed under a running stage or send when a caller left")
+        if isinstance(step.event, (E.CallerLeft, E.WaitCancelled)):
+            woken = any(wake.waiter == step.event.waiter for wake in step.all(E.Wake))
             self.must(not woken, "one who left was woken")
-        for wake in step.all(M.Wake):
+        for wake in step.all(E.Wake):
             if world.waiters[wake.waiter].gone:
                 self.must(False, "one who left was woken")
-        ended = step.first(M.Ended)
-        if isinstance(step.event, M.CallerLeft) and step.life is not None and not step.was_ended:
+        ended = step.first(E.Ended)
+        if isinstance(step.event, E.CallerLeft) and step.life is not None and not step.was_ended:
             alone = not step.life.callers
             if alone:
                 self.must(ended is not None, "the last caller left and its work goes on")
             elif ended is not None:
-                self.must(ended.reason != M.Reason.CLIENT_ABORT, "one caller left and took the others' request along")
+                self.must(ended.reason != E.Reason.CLIENT_ABORT, "one caller left and took the others' request along")
 
 
 class Limits(Checker):
@@ -86,18 +86,18 @@ class Limits(Checker):
     rule = "R14"
 
     def after(self, world: World, step: Step) -> None:
-        limits, M = world.limits, world.M
+        limits, E = world.limits, world.E
         if world.held_bytes() > limits.max_staged_bytes:
             self.must(False, f"{world.held_bytes()} bytes are held")
         if world.queued_patches() > limits.max_queued_patches:
             self.must(False, f"{world.queued_patches()} patches are queued")
         if len(world.holding()) > limits.max_live_requests:
             self.must(False, f"{len(world.holding())} requests live")
-        if not isinstance(step.event, world.L.Accept):
+        if not isinstance(step.event, world.E.Accept):
             return
-        answer = step.first(M.Admit, M.Refuse)
+        answer = step.first(E.Admit, E.Refuse)
         self.must(answer is not None, "sent, but neither accepted nor refused")
-        if isinstance(answer, M.Refuse) and answer.error.code == "overloaded":
+        if isinstance(answer, E.Refuse) and answer.error.code == "overloaded":
             full = (
                 len(world.holding()) >= limits.max_live_requests
                 or world.queued_patches() >= limits.max_queued_patches
@@ -113,14 +113,14 @@ class Neighbours(Checker):
     rule = "R15"
 
     def after(self, world: World, step: Step) -> None:
-        M = world.M
-        if not isinstance(step.event, (M.Failed, M.SendFailed)) or step.life is None:
+        E = world.E
+        if not isinstance(step.event, (E.Failed, E.SendFailed)) or step.life is None:
             return
         mine = {w.number for w in world.waiters.values() if w.life == step.life.life}
         for effect in step.effects:
-            if isinstance(effect, (M.Ended, M.Free, M.StartSend)):
+            if isinstance(effect, (E.Ended, E.Free, E.StartSend)):
                 self.must(effect.life == step.life.life, f"life {step.life.life} failed and life {effect.life} felt it")
-            elif isinstance(effect, M.Wake):
+            elif isinstance(effect, E.Wake):
                 self.must(effect.waiter in mine, "somebody else's waiter was woken by a failure")
 
 
