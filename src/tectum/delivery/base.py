@@ -17,11 +17,30 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from tectum.config import Settings
-from tectum.errors import DeliveryError, StartupError, TectumError
+from tectum.errors import BadRequestError, DeliveryError, StartupError, TectumError
 from tectum.types import Destination, RequestMetadata
 
 #: bytes that one turn of the event loop may copy
 SLICE = 4 * 1024 * 1024
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `host:port`; an IPv6 host may stand in brackets or bare.
+
+    Raises BadRequestError `invalid_request`.
+    """
+    host, colon, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise BadRequestError("invalid_request", "The receiver's address is not host:port")
+    if not all(c.isascii() and (c.isalnum() or c in ".:-_%") for c in host):
+        raise BadRequestError("invalid_request", "The receiver's host is no name and no address")
+    return host, int(port)
+
+
+def zmq_destination(host: str, port: int) -> Destination:
+    """A receiver that binds a PULL socket at `host` (an address) and `port`."""
+    return Destination(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", "zmq")
 
 
 class StagedRows(Protocol):
@@ -56,7 +75,7 @@ def raw_arrays(staged: StagedRows) -> list[memoryview]:
     """The bytes of the staged arrays, in the order rows, deepstack.0, deepstack.1, …: views, not copies."""
     import torch
 
-    return [memoryview(array.view(torch.uint8).numpy().reshape(-1)) for array in staged.lease.arrays()]
+    return [array.view(torch.uint8).numpy().reshape(-1).data for array in staged.lease.arrays()]
 
 
 async def row_bytes(staged: StagedRows) -> memoryview:
@@ -79,7 +98,7 @@ async def row_bytes(staged: StagedRows) -> memoryview:
         for column, array in enumerate(arrays):
             woven[start : start + step, column * width : (column + 1) * width] = array[start : start + step]
         await asyncio.sleep(0)
-    return memoryview(woven).cast("B")
+    return woven.reshape(-1).data
 
 
 class Deliveries:

@@ -8,7 +8,6 @@ nothing is read back: this project unpickles nothing. SGLang's unpickler admits 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from tectum.errors import StartupError, TectumError
@@ -116,7 +115,7 @@ def _pickle(cls: Name, state: dict[str, Value]) -> bytes:
     return b"\x80\x02" + _global(cls) + b")\x81" + _value(state) + b"b."
 
 
-def _value(value: Value) -> bytes:  # noqa: C901 - one line a type
+def _value(value: Value) -> bytes:
     if value is None:
         return b"N"
     if isinstance(value, bool):

@@ -11,7 +11,6 @@ ends before. What the peer's process does with bytes that its kernel took is bey
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import socket
 import struct
@@ -27,32 +26,15 @@ from zmq.utils.monitor import recv_monitor_message
 from tectum.config import Settings
 from tectum.delivery.base import StagedRows, row_bytes
 from tectum.delivery.sglang_frames import Names, embedding_message, error_message, names_of
-from tectum.errors import BadRequestError, DeliveryError, TectumError
+from tectum.errors import DeliveryError, TectumError
 from tectum.types import Destination
 
-NAME = "zmq"
 #: ZeroMQ sockets that a connection takes: its own, and both ends of its monitor
 _SOCKETS_EACH = 3
 #: where `tcpi_bytes_acked` (u64) stands in Linux's `struct tcp_info`
 _BYTES_ACKED = 120
 #: seconds between two looks at the kernel's counter, at first and at most: there is no event for it
 _FIRST_LOOK, _LAST_LOOK = 0.0005, 0.02
-
-
-def receiver(address: str) -> Destination:
-    """The destination behind `host:port`; an IPv6 host may stand in brackets or bare.
-
-    Raises BadRequestError `invalid_request`.
-    """
-    host, colon, port = address.rpartition(":")
-    host = host.strip("[]")
-    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise BadRequestError("invalid_request", "The receiver's address is not host:port")
-    with suppress(ValueError):
-        host = str(ipaddress.ip_address(host))
-    if not all(c.isascii() and (c.isalnum() or c in ".:-_%") for c in host):
-        raise BadRequestError("invalid_request", "The receiver's host is no name and no address")
-    return Destination(f"tcp://[{host}]:{int(port)}" if ":" in host else f"tcp://{host}:{int(port)}", NAME)
 
 
 class ZmqBackend:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from tectum.config import Settings
+from tectum.delivery.base import Deliveries
 from tectum.lifecycle.ledger import Limits
 from tectum.pipeline.batcher import Batcher
 from tectum.pipeline.pipeline import Observer, Pipeline
@@ -18,11 +19,17 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def running_pipeline(
-    adapter: Adapter, settings: Settings, observers: Sequence[Observer] = ()
+    adapter: Adapter,
+    settings: Settings,
+    observers: Sequence[Observer] = (),
+    deliveries: Deliveries | None = None,
 ) -> AsyncIterator[Pipeline]:
-    """A started and warm pipeline around `adapter`; on leaving, what still lives is failed and all memory given back."""
+    """A started and warm pipeline around `adapter`; on leaving, what still lives is failed and all memory given back.
+
+    deliveries: how rows are pushed; entered by the caller, who leaves it later than this.
+    """
     fuse = settings.fuse == "on" or (settings.fuse == "auto" and adapter.device.type == "cuda")
-    async with Stages(adapter, settings) as stages:
+    async with Stages(adapter, settings, deliveries) as stages:
         await stages.warm_up()
         batcher = Batcher(fuse=fuse, batch_patches=settings.batch_patches)
         pipeline = Pipeline(

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from tectum.config import Settings
+from tectum.delivery.base import Deliveries
 from tectum.delivery.staging import StagingPool
-from tectum.errors import BadRequestError, DeliveryError, InternalError, TectumError, UnavailableError
+from tectum.errors import BadRequestError, InternalError, TectumError, UnavailableError
 from tectum.media.fetch import Fetcher
 from tectum.media.image import decode_image
 from tectum.media.policy import MediaPolicy
@@ -39,10 +40,11 @@ log = logging.getLogger("tectum.stages")
 class Stages:
     """The real `Work` of a pipeline, around one loaded encoder. An async context manager."""
 
-    def __init__(self, adapter: Adapter, settings: Settings) -> None:
+    def __init__(self, adapter: Adapter, settings: Settings, deliveries: Deliveries | None = None) -> None:
         import torch
 
         self.adapter = adapter
+        self.deliveries = deliveries or Deliveries({})
         self._settings = settings
         self.policy = media_policy(settings)
         cuda = adapter.device.type == "cuda"
@@ -174,10 +176,10 @@ class Stages:
     # --- deliver ---
 
     async def send(self, staged: Staged, destination: Destination) -> None:
-        raise DeliveryError("send_failed", f"No delivery backend {destination.backend!r} is installed")
+        await self.deliveries.send(staged, destination)
 
     async def notify(self, req_id: str, destination: Destination, error: TectumError) -> None:
-        raise DeliveryError("send_failed", f"No delivery backend {destination.backend!r} is installed")
+        await self.deliveries.notify(req_id, destination, error)
 
     def free(self, staged: Staged) -> None:
         self.pool.give_back(staged.lease)

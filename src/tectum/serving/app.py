@@ -11,18 +11,25 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 import tectum
 from tectum import catalogue
 from tectum.config import Settings
-from tectum.errors import UnavailableError
+from tectum.delivery.base import Deliveries
+from tectum.errors import TectumError, UnavailableError
 from tectum.observe.metrics import Metrics
 from tectum.pipeline.pipeline import Pipeline
-from tectum.serving import native, problems
+from tectum.serving import native, problems, sglang
 from tectum.serving.bodies import EncodeBody
 from tectum.serving.guard import Guard, read_token
 
 
-def create_app(pipeline: Pipeline, card: dict[str, Any], settings: Settings, metrics: Metrics) -> FastAPI:
-    """The ASGI application. `card` describes the model for `/v1/models`.
+def create_app(
+    pipeline: Pipeline,
+    card: dict[str, Any],
+    settings: Settings,
+    metrics: Metrics,
+    deliveries: Deliveries | None = None,
+) -> FastAPI:
+    """The ASGI application. `card` describes the model for `/v1/models`; `deliveries` are needed for SGLang's doors.
 
-    Raises StartupError when the token file cannot be read.
+    Raises StartupError when the token file cannot be read, or a setting of the receivers is wrong.
     """
     app = FastAPI(
         title="Tectum",
@@ -32,12 +39,19 @@ def create_app(pipeline: Pipeline, card: dict[str, Any], settings: Settings, met
     )
     problems.install(app)
     app.include_router(native.router(pipeline, settings))
+    if settings.transfer_backend != "none" and deliveries is not None:
+        app.include_router(sglang.router(pipeline, deliveries, settings))
     _add_pages(app, pipeline, card, settings, metrics)
     _add_catalogue(app)
     app.openapi = _documented(app.openapi)  # type: ignore[method-assign]
     token = read_token(settings.token_file)
-    app.add_middleware(Guard, token=token, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(Guard, token=token, max_body_bytes=settings.max_body_bytes, refuse=_refusal)
     return app
+
+
+def _refusal(path: str, error: TectumError) -> Response:
+    """The answer to a request that no route sees, in the form that callers of its path read."""
+    return sglang.refusal(error) if path in sglang.PATHS else problems.problem_response(error)
 
 
 def _add_pages(app: FastAPI, pipeline: Pipeline, card: dict[str, Any], settings: Settings, metrics: Metrics) -> None:

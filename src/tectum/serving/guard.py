@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import hmac
+from collections.abc import Callable
 from pathlib import Path
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tectum.errors import BadRequestError, StartupError
+from tectum.errors import BadRequestError, StartupError, TectumError
 from tectum.serving.problems import problem_response
 
 #: paths that answer without a token: probes need no secret, and an error's page is the same for everybody
-OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
+OPEN_PATHS = frozenset({"/health", "/health_generate", "/health/live", "/health/ready"})
 OPEN_PREFIXES = ("/errors/", "/api/errors/")
 
 
@@ -32,30 +35,55 @@ def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
 
 
-class Guard:
-    """Refuses requests without the token (401) and bodies above the cap (413), before a route sees them."""
+def _given_token(headers: dict[bytes, bytes]) -> bytes:
+    """The token in a bearer header, or the password of a basic one: what an HTTP client makes of `http://any:TOKEN@host`."""
+    kind, _, credentials = headers.get(b"authorization", b"").partition(b" ")
+    if kind.lower() == b"bearer":
+        return credentials
+    if kind.lower() == b"basic":
+        try:
+            return base64.b64decode(credentials, validate=True).partition(b":")[2]
+        except ValueError:
+            return b""
+    return b""
 
-    def __init__(self, app: ASGIApp, *, token: bytes | None, max_body_bytes: int) -> None:
+
+class Guard:
+    """Refuses requests without the token (401) and bodies above the cap (413), before a route sees them.
+
+    refuse: makes the answer to a refused request, from its path and the error.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        token: bytes | None,
+        max_body_bytes: int,
+        refuse: Callable[[str, TectumError], Response] = lambda path, error: problem_response(error),
+    ) -> None:
         self.app = app
-        self._expected = None if token is None else b"Bearer " + token
+        self._token = token
         self._max_body = max_body_bytes
+        self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if self._expected is not None and not _is_open(scope["path"]):
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                error = BadRequestError("unauthorized", "A bearer token is needed: Authorization: Bearer …")
-                await problem_response(error)(scope, receive, send)
-                return
+        if not self._may_pass(scope["path"], headers):
+            error = BadRequestError("unauthorized", "A bearer token is needed: Authorization: Bearer …")
+            await self._refuse(scope["path"], error)(scope, receive, send)
+            return
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._max_body:
-            await problem_response(self._too_large())(scope, receive, send)
+            await self._refuse(scope["path"], self._too_large())(scope, receive, send)
             return
         await self.app(scope, self._capped(receive), send)
+
+    def _may_pass(self, path: str, headers: dict[bytes, bytes]) -> bool:
+        return self._token is None or _is_open(path) or hmac.compare_digest(_given_token(headers), self._token)
 
     def _capped(self, receive: Receive) -> Receive:
         """A body without a declared length is counted as it comes."""

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tectum.config import Settings
+from tectum.delivery.base import Deliveries, deliveries
 from tectum.errors import StartupError
 from tectum.models.adapter import Adapter
 from tectum.models.load import load_adapter
@@ -42,15 +43,17 @@ SWITCH_INTERVAL = 0.005
 def serve(model: str, settings: Settings, console: Console | None = None) -> int:
     """Serve `model` until SIGTERM or SIGINT; returns the exit code (0 when all accepted work was finished).
 
-    Raises StartupError: `port_in_use`, `model_not_found`, `unsupported_architecture`, `invalid_settings`.
+    Raises StartupError: `port_in_use`, `model_not_found`, `unsupported_architecture`, `invalid_settings`,
+    `missing_dependency`.
     """
     console = console or Console(stderr=True)
     logs.configure(settings.log_level)
     listener = bind(settings.host, settings.port)
     with listener:
+        sending = deliveries(settings)
         adapter = _load(model, settings, console)
         sys.setswitchinterval(SWITCH_INTERVAL)
-        return uvloop.run(_serve(adapter, settings, listener, console))
+        return uvloop.run(_serve(adapter, settings, sending, listener, console))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -74,11 +77,16 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _serve(adapter: Adapter, settings: Settings, listener: socket.socket, console: Console) -> int:
+async def _serve(
+    adapter: Adapter, settings: Settings, sending: Deliveries, listener: socket.socket, console: Console
+) -> int:
     metrics = Metrics()
-    async with running_pipeline(adapter, settings, (metrics, logs.RequestLog())) as pipeline:
+    async with (
+        sending,
+        running_pipeline(adapter, settings, (metrics, logs.RequestLog()), sending) as pipeline,
+    ):
         metrics.watch(pipeline.ledger)
-        app = create_app(pipeline, model_card(adapter), settings, metrics)
+        app = create_app(pipeline, model_card(adapter), settings, metrics, sending)
         server = _Server(
             uvicorn.Config(
                 app,

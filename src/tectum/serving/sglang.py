@@ -1,0 +1,295 @@
+"""SGLang's doors: what its language-only server asks of an encoder, on the same pipeline as the native door.
+
+Owns SGLang's bodies, answers and error form, and nothing behind them. An answer to `/encode` comes when every receiver
+has its rows; a registration is held until its request is there; whatever ends badly says why, in words that may be shown
+to the end user, with a status that `http.HTTPStatus` knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+from fastapi import APIRouter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tectum.config import Settings
+from tectum.delivery.base import Deliveries, split_address, zmq_destination
+from tectum.errors import BadRequestError, DeliveryError, LifecycleError, StartupError, TectumError
+from tectum.pipeline.pipeline import Pipeline
+from tectum.serving.bodies import ReqId
+from tectum.serving.native import Answer
+from tectum.serving.presence import Caller
+from tectum.serving.problems import from_validation
+from tectum.types import Destination, EncodeRequest, MediaItem, Modality
+
+#: the paths of these doors; their errors have SGLang's form
+PATHS = frozenset({"/encode", "/send", "/scheduler_receive_url", "/scheduler_receive_meta_data"})
+_FETCHED = ("http:", "https:", "data:", "file:")
+_PICTURE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+_LONGEST_PATH = 4096
+_JSON = {"content-type": "application/json"}
+
+
+class ItemBody(BaseModel):
+    """An item with options beside its source. What the client says of its content (`content_hash`) is not relied on."""
+
+    url: str = Field(min_length=1)
+
+
+def _one_listed(value: Any) -> Any:
+    """SGLang writes a list of one as its only element."""
+    return [value] if isinstance(value, (str, dict, int)) else value
+
+
+def _upper(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
+
+
+Port = Annotated[int, Field(ge=1, le=65535, strict=True)]
+OneOrMore = BeforeValidator(_one_listed)
+
+
+class EncodeBody(BaseModel):
+    """One part of a user's request. Further fields are SGLang's own and change nothing here."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    req_id: ReqId
+    mm_items: Annotated[list[str | ItemBody], OneOrMore, Field(min_length=1, max_length=10_000, fail_fast=True)]
+    modality: Annotated[Literal["IMAGE", "VIDEO", "AUDIO"], BeforeValidator(_upper)]
+    num_parts: int = Field(ge=1, le=4096, strict=True)
+    part_idx: int = Field(ge=0, strict=True)
+    prefill_host: str | None = Field(None, max_length=256)
+    embedding_port: Annotated[list[Port], OneOrMore, Field(max_length=1024)] | None = None
+    deadline_ms: int | None = Field(None, ge=1, le=3_600_000, strict=True)
+
+    @model_validator(mode="after")
+    def _part_in_range(self) -> EncodeBody:
+        if self.part_idx >= self.num_parts:
+            raise ValueError("part_idx must be below num_parts")
+        if self.embedding_port and not self.prefill_host:
+            raise ValueError("embedding_port needs prefill_host")
+        return self
+
+    def addresses(self) -> list[str]:
+        """Where the rows go that no registration will ask for: none for `zmq_to_scheduler` and mooncake."""
+        return [f"{self.prefill_host}:{port}" for port in self.embedding_port or ()]
+
+    def to_request(self, settings: Settings) -> EncodeRequest:
+        return encode_request(
+            [item if isinstance(item, str) else item.url for item in self.mm_items],
+            Modality[self.modality],
+            settings,
+            req_id=self.req_id,
+            num_parts=self.num_parts,
+            part_idx=self.part_idx,
+            deadline_ms=self.deadline_ms,
+        )
+
+
+class RegisterBody(BaseModel):
+    """One receiver (a tensor-parallel rank) that wants the rows of one part."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    req_id: ReqId
+    receive_url: str = Field(min_length=3, max_length=300)
+    receive_count: int = Field(ge=1, le=4096, strict=True)
+
+
+def encode_request(sources: Sequence[str], modality: Modality, settings: Settings, **facts: Any) -> EncodeRequest:
+    """The request for `sources` as SGLang writes them. Raises BadRequestError `request_too_large`, `unsupported_modality`."""
+    if modality is not Modality.IMAGE:
+        text = f"SGLang's receiver needs facts about {modality} that this encoder does not have yet; send images"
+        raise BadRequestError("unsupported_modality", text)
+    if len(sources) > settings.max_items:
+        text = f"The request has {len(sources)} items, more than --max-items {settings.max_items}"
+        raise BadRequestError("request_too_large", text)
+    return EncodeRequest(items=tuple(media_item(source, modality) for source in sources), **facts)
+
+
+def media_item(source: str, modality: Modality) -> MediaItem:
+    """An item as SGLang writes it: a URL, the path of a file, or base64 without any mark."""
+    if source[:8].lower().startswith(_FETCHED):
+        return MediaItem(modality, url=source)
+    if len(source) < _LONGEST_PATH and source.lower().endswith(_PICTURE_FILES):
+        return MediaItem(modality, url="file://" + quote(source))
+    return MediaItem(modality, base64=source)
+
+
+class Receivers:
+    """Which receivers rows may be pushed to, and how their addresses are read."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises StartupError `invalid_settings` for a network that is none."""
+        names = [name.strip() for name in settings.receiver_networks.split(",") if name.strip()]
+        try:
+            self._networks = [ipaddress.ip_network(name, strict=False) for name in names]
+        except ValueError as error:
+            raise StartupError("invalid_settings", f"receiver_networks: {error}") from None
+
+    async def destination(self, address: str) -> Destination:
+        """The destination behind `host:port`, its name resolved, so that it counts as one whatever it is called (R9).
+
+        Raises BadRequestError `invalid_request` when it cannot be read or resolved, or lies in no allowed network.
+        """
+        host, port = split_address(address)
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, port)
+        except (OSError, UnicodeError):
+            raise BadRequestError("invalid_request", "The receiver's host cannot be resolved") from None
+        resolved = str(found[0][4][0])
+        if self._networks and not any(
+            ipaddress.ip_address(resolved.partition("%")[0]) in net for net in self._networks
+        ):
+            raise BadRequestError("invalid_request", "The receiver lies in none of --receiver-networks")
+        return zmq_destination(resolved, port)
+
+
+def router(pipeline: Pipeline, deliveries: Deliveries, settings: Settings) -> APIRouter:
+    """SGLang's routes, around one pipeline. Raises StartupError for receiver networks that are none."""
+    api = APIRouter(tags=["sglang"])
+    receivers = Receivers(settings)
+
+    @api.post("/encode", summary="Encode one part for the receivers that wait for it")
+    async def encode(request: Request) -> Response:
+        """Answers `null` when every receiver has its rows."""
+        raw = await request.body()
+
+        async def work() -> None:
+            body = EncodeBody.model_validate_json(raw)
+            destinations = [await receivers.destination(address) for address in body.addresses()]
+            await encode_for_receivers(pipeline, body.to_request(settings), destinations)
+
+        return _answer(raw, work, settings)
+
+    @api.post("/scheduler_receive_url", summary="Register a receiver for one part")
+    async def scheduler_receive_url(request: Request) -> Response:
+        """May come before or after `/encode`. Answers `null` when the request is there, or its failure was sent on."""
+        raw = await request.body()
+
+        async def work() -> None:
+            body = RegisterBody.model_validate_json(raw)
+            destination = await receivers.destination(body.receive_url)
+            await register_receiver(
+                pipeline, deliveries, body.req_id, destination, body.receive_count, settings.send_timeout
+            )
+
+        return _answer(raw, work, settings)
+
+    async def health() -> Response:
+        """200 while the encoder does its work; an empty body, as SGLang's."""
+        return Response(status_code=200 if healthy(pipeline, settings) else 503)
+
+    api.add_api_route("/health", health, methods=["GET"], summary="The encoder does its work")
+    api.add_api_route("/health_generate", health, methods=["GET"], summary="The encoder does its work")
+    return api
+
+
+async def encode_for_receivers(pipeline: Pipeline, request: EncodeRequest, destinations: Sequence[Destination]) -> None:
+    """Encode; return when `destinations`, or where there are none the receivers that register, have their rows.
+
+    Raises MMError.
+    """
+    if not destinations:
+        await pipeline.deliver(request)
+        return
+    registering = asyncio.create_task(
+        pipeline.register_destinations(request.req_id, destinations, len(set(destinations)))
+    )
+    try:
+        await pipeline.deliver(request)
+    finally:
+        registering.cancel()
+        await asyncio.gather(registering, return_exceptions=True)
+
+
+async def register_receiver(
+    pipeline: Pipeline,
+    deliveries: Deliveries,
+    req_id: str,
+    destination: Destination,
+    receive_count: int,
+    patience: float,
+) -> None:
+    """Have the rows of `req_id` pushed to `destination`, one of `receive_count`.
+
+    A request that failed has told its receivers why; one that registers too late for that is told now, within `patience`
+    seconds. Its call ends well then: SGLang makes a 502 of every registration that does not, and the end user would not
+    see the reason. Raises LifecycleError when the request was released or never came.
+    """
+    try:
+        await pipeline.register_destinations(req_id, [destination], receive_count)
+    except LifecycleError:
+        raise
+    except TectumError as error:
+        try:
+            async with asyncio.timeout(patience):
+                await deliveries.notify(req_id, destination, error)
+        except (TimeoutError, DeliveryError):
+            raise error from None
+
+
+def healthy(pipeline: Pipeline, settings: Settings) -> bool:
+    """Whether work is taken and gets on: no stage holds a request for longer than an encode may take after its release."""
+    now = asyncio.get_running_loop().time()
+    stuck = any(
+        life.reason is not None and life.stage_open and now - life.last_activity > settings.encode_timeout
+        for life in pipeline.ledger.lives()
+    )
+    return not (pipeline.ledger.closing or stuck)
+
+
+def _answer(raw: bytes, work: Callable[[], Awaitable[None]], settings: Settings) -> Response:
+    """Do the work while the caller waits; `null` when it is done, else SGLang's error form."""
+
+    async def answering(caller: Caller) -> None:
+        try:
+            await work()
+        except ValidationError as error:
+            await _refuse(caller, from_validation(error), _req_id(raw))
+        except TectumError as error:
+            await _refuse(caller, error, _req_id(raw))
+        else:
+            await caller.answer(200, _JSON, b"null")
+
+    return Answer(answering, settings.send_timeout)
+
+
+def refusal(error: TectumError) -> Response:
+    """The answer to a request that was refused before its body was read."""
+    return JSONResponse(error_body(error), error.status, _error_headers(error))
+
+
+async def _refuse(caller: Caller, error: TectumError, req_id: str | None) -> None:
+    headers = {**_JSON, **_error_headers(error)}
+    await caller.answer(error.status, headers, json.dumps(error_body(error, req_id)).encode())
+
+
+def _error_headers(error: TectumError) -> dict[str, str]:
+    headers = {} if error.retry_after is None else {"retry-after": str(math.ceil(error.retry_after))}
+    return {**headers, "www-authenticate": "Bearer"} if error.status == 401 else headers
+
+
+def _req_id(raw: bytes) -> str | None:
+    """The id in a body that was refused, where it can be read and shown."""
+    try:
+        found = json.loads(raw).get("req_id")
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return found[:256] if isinstance(found, str) and found.isprintable() else None
+
+
+def error_body(error: TectumError, req_id: str | None = None) -> dict[str, Any]:
+    """SGLang's error form, and what is known beyond it."""
+    known = {**error.to_problem(), "status": "error", "message": error.message, "req_id": req_id}
+    del known["detail"], known["title"]
+    return known
