@@ -13,8 +13,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from zmq.utils.garbage import gc as garbage
 
 from tectum.config import Settings
 from tectum.delivery.base import Deliveries, deliveries, raw_arrays, split_address, zmq_destination
@@ -57,6 +59,11 @@ def queued(backend: ZmqBackend, destination: Destination) -> int:
     """Bytes that libzmq was given for a receiver."""
     connection = backend._connections.get(destination.address)
     return 0 if connection is None else connection._end
+
+
+def held_by_libzmq() -> set[int]:
+    """Addresses of the memory that pyzmq keeps for libzmq."""
+    return {numpy.frombuffer(held.obj, numpy.uint8).ctypes.data for held in list(garbage.refs.values())}
 
 
 def nobody() -> Destination:
@@ -185,6 +192,7 @@ async def test_a_send_that_is_given_up_ends_when_nothing_reads_its_rows(backend)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await sending[2]
+        assert staged[2].arrays[0].data_ptr() not in held_by_libzmq()
         outcomes = await asyncio.gather(*sending[:2], return_exceptions=True)
         assert all(o is None or (isinstance(o, DeliveryError) and o.code == "send_failed") for o in outcomes)
         assert isinstance(outcomes[1], DeliveryError)
@@ -194,6 +202,11 @@ async def test_a_send_that_is_given_up_ends_when_nothing_reads_its_rows(backend)
             message, got = receiver.message()
             assert (message.req_id, torch.equal(got, before)) == ("r0_local_part_0", True)
         assert backend.open_connections() == 0
+
+
+def receiver_process() -> subprocess.Popen[str]:
+    """A receiver that never reads, in a process that can be killed; it prints its port."""
+    return subprocess.Popen([sys.executable, "-c", DYING], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
 
 
 DYING = """
@@ -206,8 +219,7 @@ sys.stdin.read()
 
 @with_backend()
 async def test_a_receiver_killed_half_way_is_reported(backend):
-    process = subprocess.Popen([sys.executable, "-c", DYING], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
-    with process:
+    with receiver_process() as process:
         destination = zmq_destination("127.0.0.1", int(process.stdout.readline()))
         sending = [
             asyncio.create_task(backend.send(Rows(f"r{i}", rows=16384, width=1024), destination)) for i in range(4)
@@ -318,10 +330,9 @@ def test_addresses(address, split):
 
 
 @pytest.mark.parametrize(
-    "address", ["", ":5000", "host", "host:", "host:0", "host:65536", "host:1e3", "ho st:1", "a/b:1", "tcp://a:1", "a;b:1"]
+    "address",
+    ["", ":5000", "host", "host:", "host:0", "host:65536", "host:1e3", "ho st:1", "a/b:1", "tcp://a:1", "a;b:1"],
 )
 def test_addresses_that_are_none(address):
     with pytest.raises(BadRequestError):
         split_address(address)
-
-

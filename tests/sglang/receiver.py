@@ -23,7 +23,19 @@ class EmbeddingData:
     """SGLang builds it without `__init__`: whatever a field is missing for shows at once."""
 
     FIELDS = frozenset(
-        "req_id num_parts part_idx grid_dim modality embedding send_time dtype shape error_msg error_code".split()
+        [
+            "req_id",
+            "num_parts",
+            "part_idx",
+            "grid_dim",
+            "modality",
+            "embedding",
+            "send_time",
+            "dtype",
+            "shape",
+            "error_msg",
+            "error_code",
+        ]
     )
 
 

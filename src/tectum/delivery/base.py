@@ -10,8 +10,8 @@ A backend is one small file. Imports no torch, and no backend's library until th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
 from importlib import import_module
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -107,14 +107,50 @@ class Deliveries:
     def __init__(self, backends: Mapping[str, Backend]) -> None:
         self._backends = dict(backends)
         self._stack = AsyncExitStack()
+        self._receipts: dict[tuple[str, str], list[asyncio.Future[None]]] = {}
 
     async def send(self, staged: StagedRows, destination: Destination) -> None:
         """Deliver to `destination` by the backend it names. Never releases. Raises DeliveryError."""
-        await self._backend(destination).send(staged, destination)
+        receipts = (staged.metadata.req_id, destination.address)
+        try:
+            await self._backend(destination).send(staged, destination)
+        except TectumError as error:
+            self._sign(receipts, error)
+            raise
+        except BaseException:
+            self._sign(receipts, DeliveryError("send_timeout", "The delivery to a receiver was given up"))
+            raise
+        self._sign(receipts, None)
 
     async def notify(self, req_id: str, destination: Destination, error: TectumError) -> None:
         """Tell `destination` that the rows of `req_id` will not come."""
+        self._sign((req_id, destination.address), error)
         await self._backend(destination).notify(req_id, destination, error)
+
+    @contextmanager
+    def receipt(self, req_id: str, destination: Destination) -> Iterator[asyncio.Future[None]]:
+        """A future that follows the next delivery of `req_id` to `destination`: done with it, or failed as it failed."""
+        key = (req_id, destination.address)
+        receipt: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._receipts.setdefault(key, []).append(receipt)
+        try:
+            yield receipt
+        finally:
+            receipt.cancel()
+            waiting = self._receipts[key]
+            waiting.remove(receipt)
+            if not waiting:
+                del self._receipts[key]
+
+    def _sign(self, key: tuple[str, str], error: TectumError | None) -> None:
+        for receipt in self._receipts.get(key, ()):
+            if receipt.done():
+                continue
+            if error is None:
+                receipt.set_result(None)
+            else:
+                receipt.set_exception(error.bare())
+                receipt.exception()  # looked at: whoever waited may have left
 
     def _backend(self, destination: Destination) -> Backend:
         backend = self._backends.get(destination.backend)

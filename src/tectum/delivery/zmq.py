@@ -110,7 +110,7 @@ class _Connection:
         self._end = 0  # where the last message ends among the bytes that libzmq was given
         self._timer: asyncio.TimerHandle | None = None
         self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # queue for a peer that is there, never for one that may come
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # what is queued dies with its peer: the next one there is another
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # what may wait is bounded by the staging budget
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))

@@ -22,13 +22,15 @@ from starlette.responses import JSONResponse, Response
 
 from tectum.config import Settings
 from tectum.delivery.base import Deliveries, split_address, zmq_destination
+from tectum.delivery.sglang_frames import row_width
 from tectum.errors import BadRequestError, DeliveryError, LifecycleError, StartupError, TectumError
+from tectum.lifecycle.events import Milestone
 from tectum.pipeline.pipeline import Pipeline
 from tectum.serving.bodies import ReqId
 from tectum.serving.native import Answer
 from tectum.serving.presence import Caller
 from tectum.serving.problems import from_validation
-from tectum.types import Destination, EncodeRequest, MediaItem, Modality
+from tectum.types import Destination, EncodeRequest, MediaItem, Modality, RequestMetadata
 
 #: the paths of these doors; their errors have SGLang's form
 PATHS = frozenset({"/encode", "/send", "/scheduler_receive_url", "/scheduler_receive_meta_data"})
@@ -63,12 +65,12 @@ class EncodeBody(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     req_id: ReqId
-    mm_items: Annotated[list[str | ItemBody], OneOrMore, Field(min_length=1, max_length=10_000, fail_fast=True)]
+    mm_items: Annotated[list[str | ItemBody], Field(min_length=1, max_length=10_000, fail_fast=True), OneOrMore]
     modality: Annotated[Literal["IMAGE", "VIDEO", "AUDIO"], BeforeValidator(_upper)]
     num_parts: int = Field(ge=1, le=4096, strict=True)
     part_idx: int = Field(ge=0, strict=True)
     prefill_host: str | None = Field(None, max_length=256)
-    embedding_port: Annotated[list[Port], OneOrMore, Field(max_length=1024)] | None = None
+    embedding_port: Annotated[list[Port], Field(max_length=1024), OneOrMore] | None = None
     deadline_ms: int | None = Field(None, ge=1, le=3_600_000, strict=True)
 
     @model_validator(mode="after")
@@ -103,6 +105,36 @@ class RegisterBody(BaseModel):
     req_id: ReqId
     receive_url: str = Field(min_length=3, max_length=300)
     receive_count: int = Field(ge=1, le=4096, strict=True)
+
+
+class MetadataBody(BaseModel):
+    """A receiver that allocates for one part."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    req_id: ReqId
+
+
+class SendBody(BaseModel):
+    """A receiver that has allocated for one part."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    req_id: ReqId
+    prefill_host: str = Field(min_length=1, max_length=256)
+    embedding_port: Port
+    receive_count: int = Field(1, ge=1, le=4096, strict=True)
+
+
+def sizes(metadata: RequestMetadata) -> dict[str, Any]:
+    """What a receiver has to know to allocate: bytes, rows and columns, deepstack layers counted as columns."""
+    return {
+        "req_id": metadata.req_id,
+        "part_idx": metadata.part_idx,
+        "embedding_size": metadata.nbytes,
+        "embedding_len": metadata.rows,
+        "embedding_dim": row_width(metadata),
+    }
 
 
 def encode_request(sources: Sequence[str], modality: Modality, settings: Settings, **facts: Any) -> EncodeRequest:
@@ -185,6 +217,30 @@ def router(pipeline: Pipeline, deliveries: Deliveries, settings: Settings) -> AP
 
         return _answer(raw, work, settings)
 
+    @api.post("/scheduler_receive_meta_data", summary="Sizes of one part, before its forward")
+    async def scheduler_receive_meta_data(request: Request) -> Response:
+        """Waits for preprocessing, at most `--max-metadata-wait`."""
+        raw = await request.body()
+
+        async def work() -> dict[str, Any]:
+            body = MetadataBody.model_validate_json(raw)
+            found = await pipeline.wait(body.req_id, Milestone.METADATA, settings.max_metadata_wait)
+            return sizes(found)
+
+        return _answer(raw, work, settings)
+
+    @api.post("/send", summary="Deliver one part to the receiver that asks")
+    async def send(request: Request) -> Response:
+        """Answers `null` when the receiver has the rows; 410, with the reason, when they were released."""
+        raw = await request.body()
+
+        async def work() -> None:
+            body = SendBody.model_validate_json(raw)
+            destination = await receivers.destination(f"{body.prefill_host}:{body.embedding_port}")
+            await deliver_to(pipeline, deliveries, body.req_id, destination, body.receive_count, settings.send_timeout)
+
+        return _answer(raw, work, settings)
+
     async def health() -> Response:
         """200 while the encoder does its work; an empty body, as SGLang's."""
         return Response(status_code=200 if healthy(pipeline, settings) else 503)
@@ -238,6 +294,30 @@ async def register_receiver(
             raise error from None
 
 
+async def deliver_to(
+    pipeline: Pipeline,
+    deliveries: Deliveries,
+    req_id: str,
+    destination: Destination,
+    receive_count: int,
+    patience: float,
+) -> None:
+    """Deliver `req_id` to `destination`, one of `receive_count`; return when it has the rows.
+
+    A receiver that was served before and asks again is answered when all are. Raises LifecycleError (`request_released`
+    with its reason, `request_not_found`), DeliveryError, or what the encode failed with.
+    """
+    with deliveries.receipt(req_id, destination) as receipt:
+        await pipeline.register_destinations(req_id, [destination], receive_count)
+        ended = asyncio.ensure_future(pipeline.wait(req_id, Milestone.ENDED, patience))
+        try:
+            await asyncio.wait((receipt, ended), return_when=asyncio.FIRST_COMPLETED)
+            (receipt if receipt.done() else ended).result()
+        finally:
+            ended.cancel()
+            await asyncio.gather(ended, return_exceptions=True)
+
+
 def healthy(pipeline: Pipeline, settings: Settings) -> bool:
     """Whether work is taken and gets on: no stage holds a request for longer than an encode may take after its release."""
     now = asyncio.get_running_loop().time()
@@ -248,18 +328,18 @@ def healthy(pipeline: Pipeline, settings: Settings) -> bool:
     return not (pipeline.ledger.closing or stuck)
 
 
-def _answer(raw: bytes, work: Callable[[], Awaitable[None]], settings: Settings) -> Response:
-    """Do the work while the caller waits; `null` when it is done, else SGLang's error form."""
+def _answer(raw: bytes, work: Callable[[], Awaitable[Any]], settings: Settings) -> Response:
+    """Do the work while the caller waits, and answer with what it returns, or in SGLang's error form."""
 
     async def answering(caller: Caller) -> None:
         try:
-            await work()
+            found = await work()
         except ValidationError as error:
             await _refuse(caller, from_validation(error), _req_id(raw))
         except TectumError as error:
             await _refuse(caller, error, _req_id(raw))
         else:
-            await caller.answer(200, _JSON, b"null")
+            await caller.answer(200, _JSON, json.dumps(found).encode())
 
     return Answer(answering, settings.send_timeout)
 
