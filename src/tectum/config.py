@@ -41,11 +41,24 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Element type of weights and rows; auto takes the checkpoint's own."
     )
+    workers: int = Field(
+        1, ge=1, le=256, description="Encoder processes, each with the encoder's weights; one a device on CUDA."
+    )
     prepare_threads: int = Field(
-        2, ge=1, le=256, description="Threads that decode and preprocess media, beside the forward."
+        0,
+        ge=0,
+        le=256,
+        description="Threads of an encoder process that decode and preprocess media beside the forward; "
+        "0: four on CUDA, on CPU one for large media (small ones are prepared between forwards).",
     )
     forward_threads: int = Field(
-        0, ge=0, le=256, description="torch intra-op threads for a CPU forward; 0 leaves one core to preparing."
+        0, ge=0, le=256, description="torch intra-op threads of a CPU forward; 0 shares the cores among the workers."
+    )
+    stall_timeout: float = Field(
+        60.0,
+        gt=0,
+        le=3600,
+        description="Seconds without a finished step, while work is pending, after which an encoder process is replaced.",
     )
     fuse: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -93,7 +106,7 @@ class Settings(BaseSettings):
     max_staged_bytes: int = Field(
         1024 * MIB,
         ge=1024,
-        le=1 << 50,
+        le=1 << 44,
         description="Most bytes of rows held for receivers; more are refused with 503.",
     )
     max_items: int = Field(64, ge=1, le=10_000, description="Most items in one request.")

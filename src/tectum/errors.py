@@ -61,6 +61,7 @@ CODES: dict[str, CodeSpec] = {
     "overloaded": CodeSpec(503, "RESOURCE_EXHAUSTED", retryable=True),
     "shutting_down": CodeSpec(503, "UNAVAILABLE", retryable=True),
     "worker_lost": CodeSpec(503, "UNAVAILABLE", retryable=True),
+    "encoder_stalled": CodeSpec(503, "UNAVAILABLE", retryable=True),
     "out_of_memory": CodeSpec(503, "RESOURCE_EXHAUSTED", retryable=True),
     "encode_failed": CodeSpec(500, "INTERNAL"),
     "row_mismatch": CodeSpec(500, "INTERNAL"),
@@ -190,7 +191,7 @@ class DeliveryError(MMError):
 
 _LIFECYCLE = {"request_not_found", "embedding_not_ready", "request_conflict", "request_released"}
 _LIFECYCLE |= {"deadline_exceeded", "metadata_timeout"}
-_UNAVAILABLE = {"overloaded", "shutting_down", "worker_lost", "out_of_memory", "server_unreachable"}
+_UNAVAILABLE = {"overloaded", "shutting_down", "worker_lost", "encoder_stalled", "out_of_memory", "server_unreachable"}
 _STARTUP = {"invalid_settings", "model_not_found", "unsupported_architecture", "invalid_checkpoint"}
 _STARTUP |= {"missing_dependency", "port_in_use"}
 _DELIVERY = {"send_failed", "send_timeout", "invalid_rows"}

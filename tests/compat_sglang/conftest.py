@@ -122,7 +122,8 @@ def own_encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         log = tmp_path_factory.mktemp("own") / "log"
-        command = f"-m sglang.launch_server --encoder-only --encoder-transfer-backend zmq_to_scheduler --device cpu "
+        command = "-m sglang.launch_server --encoder-only --encoder-transfer-backend zmq_to_scheduler --device cpu "
+        command += "--dtype float32 "  # left to itself it would take float16
         command += f"--mm-attention-backend sdpa --host 127.0.0.1 --port {port} --model-path {model}"
         with log.open("w") as output:
             running.append(sglang(*command.split(), stdout=output, stderr=output))

@@ -97,7 +97,9 @@ class Peer:
             complete, aborted = self.scheduler_side.process_waiting_requests(arriving)
             arriving = []
             results.update({request.rid: described(request.mm_inputs) for request in complete})
-            results.update({r.rid: {"error": text, "code": None if code is None else int(code)} for r, text, code in aborted})
+            results.update(
+                {r.rid: {"error": text, "code": None if code is None else int(code)} for r, text, code in aborted}
+            )
             waiting -= set(results)
             time.sleep(0.002)
         return {**results, **{rid: {"error": "nothing was received", "code": None} for rid in waiting}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 
 import httpx2
 import pytest
@@ -34,12 +35,12 @@ class TestReceiver:
     def test_pictures(self, peers, backend, encoders, number, encoder_a, encoder_b, colocated):
         pictures = [jpeg(224, 224, 1), jpeg(300, 140, 2), jpeg(140, 420, 3)][:number]
         peer = self.peer(peers, backend, encoders, encoder_a, encoder_b)
-        found = peer.receive({"one": uris(pictures)})
-        assert torch.equal(found["one"], colocated(pictures))
+        rid = uuid.uuid4().hex  # as SGLang makes them: an id that was served stays released for a while
+        assert torch.equal(peer.receive({rid: uris(pictures)})[rid], colocated(pictures))
         until(lambda: nothing_is_held(encoder_a) and nothing_is_held(encoder_b))
 
     def test_several_requests_at_once(self, peers, backend, encoders, encoder_a, encoder_b, colocated):
-        pictures = {f"r{i}": [jpeg(84 + 28 * i, 112, i), jpeg(224, 84, 50 + i)][: 1 + i % 2] for i in range(8)}
+        pictures = {uuid.uuid4().hex: [jpeg(84 + 28 * i, 112, i), jpeg(224, 84, 50 + i)][: 1 + i % 2] for i in range(8)}
         peer = self.peer(peers, backend, encoders, encoder_a, encoder_b)
         found = peer.receive({rid: uris(items) for rid, items in pictures.items()})
         for rid, items in pictures.items():
@@ -48,19 +49,23 @@ class TestReceiver:
     def test_a_bad_picture(self, peers, backend, encoders, encoder_a, encoder_b, colocated):
         peer = self.peer(peers, backend, encoders, encoder_a, encoder_b)
         good = [jpeg(224, 224, 7)]
-        found = peer.receive({"bad": uris([jpeg(224, 224, 6)[:-300]]), "good": uris(good)})
-        assert torch.equal(found["good"], colocated(good))
+        bad, fine = uuid.uuid4().hex, uuid.uuid4().hex
+        found = peer.receive({bad: uris([jpeg(224, 224, 6)[:-300]]), fine: uris(good)})
+        assert torch.equal(found[fine], colocated(good))
         if backend == "zmq_to_scheduler":  # what its scheduler answers the end user with
-            text, code = found["bad"]
+            text, code = found[bad]
             assert (code, "truncated or damaged" in text) == (400, True)
         else:  # its tokenizer gives up the request, and says no more
-            assert found["bad"] == ("nothing was received", None)
+            assert found[bad] == ("nothing was received", None)
         until(lambda: nothing_is_held(encoder_a) and nothing_is_held(encoder_b))
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_both_encoders_give_the_receiver_the_same_rows(family, peers, own_encoder, tmp_path):
-    """Qwen3-VL's rows carry its deepstack layers as further columns: their order is SGLang's."""
+    """Qwen3-VL's rows carry its deepstack layers as further columns: their order is SGLang's.
+
+    Qwen2-VL is left out: SGLang 0.5.23's own encoder does not load it with transformers 5.
+    """
     model = zoo.build(family, tmp_path / family)
     pictures = uris([jpeg(224, 224, 1), jpeg(320, 160, 2)])
     theirs = peers("zmq_to_scheduler", own_encoder(model), model=model).receive({"r": pictures})["r"]
@@ -75,5 +80,3 @@ def test_a_receiver_that_leaves_is_no_trouble(peers, encoder_a):
     peers("zmq_to_scheduler", encoder_a.url).receive({"last": uris([jpeg()])})
     until(lambda: gauges(encoder_a).get('encoder_releases_total{reason="delivered"}', 0) == before + 1)
     assert httpx2.get(encoder_a.url + "/health").status_code == 200
-
-

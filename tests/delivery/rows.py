@@ -11,8 +11,8 @@ class Lease:
     def __init__(self, arrays: tuple[torch.Tensor, ...]) -> None:
         self._arrays = arrays
 
-    def arrays(self) -> tuple[torch.Tensor, ...]:
-        return self._arrays
+    def views(self) -> list[memoryview]:
+        return [array.view(torch.uint8).numpy().reshape(-1).data for array in self._arrays]
 
 
 class Rows:

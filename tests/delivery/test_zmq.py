@@ -19,7 +19,7 @@ import torch
 from zmq.utils.garbage import gc as garbage
 
 from tectum.config import Settings
-from tectum.delivery.base import Deliveries, deliveries, raw_arrays, split_address, zmq_destination
+from tectum.delivery.base import Deliveries, deliveries, split_address, zmq_destination
 from tectum.delivery.zmq import ZmqBackend
 from tectum.errors import BadRequestError, DeliveryError, StartupError
 from tectum.types import Destination
@@ -113,7 +113,7 @@ async def test_rows_are_read_out_of_staging_memory_itself(backend):
         filler = [asyncio.create_task(backend.send(Rows(rows=16384, width=1024), to(receiver))) for _ in range(3)]
         sending = asyncio.create_task(backend.send(staged, to(receiver)))
         await until(lambda: queued(backend, to(receiver)) > 3 * 64 * MIB)
-        raw_arrays(staged)[0][-4:] = b"\0\0\0\0"
+        staged.lease.views()[0][-4:] = b"\0\0\0\0"
         assert staged.arrays[0][-1, -1] == 0
         for _ in range(3):
             await off_loop(receiver.message)

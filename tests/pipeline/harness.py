@@ -42,7 +42,11 @@ class Gate:
 class GatedWork:
     """Stages of one step each, behind gates where the test put one; counts what it does and holds."""
 
+    lanes = 1
+
     def __init__(self) -> None:
+        self.lose_lane: Callable[[int], None] = lambda lane: None
+        self.forgotten: list[str] = []
         self.gates: dict[tuple[str, str], Gate] = {}
         self.prepared: list[str] = []
         self.forwards: list[list[str]] = []
@@ -50,6 +54,12 @@ class GatedWork:
         self.notified: list[tuple[str, TectumError]] = []
         self.held: set[str] = set()
         self.member_errors: dict[str, TectumError] = {}
+
+    def watch_lanes(self, on_lost: Callable[[int], None]) -> None:
+        self.lose_lane = on_lost
+
+    def forget(self, part: PreparedPart) -> None:
+        self.forgotten.append(part.metadata.req_id)
 
     def gate(self, stage: str, name: str) -> Gate:
         """Put a gate before `stage` of request (or destination) `name`."""
@@ -73,7 +83,7 @@ class GatedWork:
                 results.append(self.member_errors[name])
             else:
                 self.held.add(name)
-                results.append(Staged(part.metadata, part.inputs))
+                results.append(Staged(part.metadata, part.ticket))
         return results
 
     async def send(self, staged: Staged, destination: Destination) -> None:
@@ -102,7 +112,7 @@ def scenario(test: Callable[[Pipeline, GatedWork], Awaitable[None]], *, fuse: bo
 
     async def main() -> None:
         work = GatedWork()
-        pipeline = Pipeline(work, Limits(**limits), Batcher(fuse=fuse, batch_patches=1000), send_timeout=30.0)
+        pipeline = Pipeline(work, Limits(**limits), [Batcher(fuse=fuse, batch_patches=1000)], send_timeout=30.0)
         await pipeline.start()
         await test(pipeline, work)
         await pipeline.drain(300)

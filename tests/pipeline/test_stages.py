@@ -11,6 +11,7 @@ import torch
 from tectum.config import Settings
 from tectum.errors import BadRequestError, UnavailableError
 from tectum.models.load import load_adapter
+from tectum.pipeline.local import LocalEncoder
 from tectum.pipeline.pipeline import Staged
 from tectum.pipeline.stages import Stages
 from tectum.types import EncodeRequest, MediaItem, Modality
@@ -34,7 +35,8 @@ def adapter(tiny):
 
 def with_stages(adapter, test, **settings):
     async def main():
-        async with Stages(adapter, Settings.load(forward_threads=1, **settings)) as stages:
+        given = Settings.load(forward_threads=1, **settings)
+        async with Stages(LocalEncoder(adapter, given), given) as stages:
             await test(stages)
             assert (stages.pool.leases, stages.pool.leased_bytes) == (0, 0)
 
@@ -59,13 +61,15 @@ def test_staging_that_fails_half_way_through_a_batch_fails_only_what_did_not_fit
 
 def test_staged_rows_are_those_of_the_adapter_and_cost_is_timed(adapter):
     async def test(stages):
-        part = await stages.prepare(picture_request("r", png(224, 224), png(100, 60)))
+        request = picture_request("r", png(224, 224), png(100, 60))
+        part = await stages.prepare(request)
         (staged,) = await stages.encode([part])
-        (expected,) = adapter.encode([part.inputs])
-        (rows,) = staged.lease.arrays()
-        assert torch.equal(rows, expected.rows)
-        assert rows.data_ptr() != expected.rows.data_ptr()
+        _, inputs = stages.encoders.unit.prepare(request)
+        (expected,) = adapter.encode([inputs])
+        (rows,) = staged.lease.views()
+        assert bytes(rows) == expected.rows.numpy().tobytes()
         assert set(part.seconds) == {"fetch", "prepare"}
+        assert not stages.encoders._inputs, "inputs do not wait for the delivery"
         stages.free(staged)
 
     with_stages(adapter, test)

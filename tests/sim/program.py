@@ -33,6 +33,7 @@ ACTIONS: dict[str, tuple[int, int]] = {
     "encode": (12, 1),
     "encoded": (12, 1),
     "fail": (4, 2),
+    "lose": (3, 1),
     "pull": (8, 1),
     "take": (8, 1),
     "send_ok": (10, 1),
@@ -41,11 +42,17 @@ ACTIONS: dict[str, tuple[int, int]] = {
     "wait": (6, 3),
     "leave": (4, 1),
     "unwait": (2, 1),
-    "release": (5, 2),
+    "release": (4, 2),
     "release_life": (3, 2),
     "advance": (8, 1),
     "close": (0, 1),
 }
+
+
+#: from the door to staged rows
+WALK = ("accept", "prepare", "prepared", "encode", "encoded")
+#: actions whose first number picks an id
+BY_ID = frozenset({"accept", "pull", "register", "wait", "release"})
 
 
 def random_program(seed: int, length: int = 60) -> list[Action]:
@@ -53,8 +60,14 @@ def random_program(seed: int, length: int = 60) -> list[Action]:
     names = [name for name, (weight, _) in ACTIONS.items() if weight]
     weights = [ACTIONS[name][0] for name in names]
     program: list[Action] = []
+    narrow = rng.random() < 0.3  # all is about one id, which begins staged: deep histories of a single life
     for name in rng.choices(names, weights, k=rng.randrange(8, length)):
-        program.append((name, *(rng.randrange(1 << 16) for _ in range(ACTIONS[name][1]))))
+        numbers = [rng.randrange(1 << 16) for _ in range(ACTIONS[name][1])]
+        if narrow and name in BY_ID:
+            numbers[0] = 0
+        program.append((name, *numbers))
+    if narrow:
+        program[:0] = [(name, *([0] * ACTIONS[name][1])) for name in WALK]
     if rng.random() < 0.2:
         program.insert(rng.randrange(len(program)), ("close", rng.randrange(2)))
     return program
@@ -75,10 +88,10 @@ def _lives(world: World, which: Callable[[Life], bool]) -> list[Life]:
 
 
 def _accept(world: World, req: int, content: int, kind: int, deadline: int, _: int) -> None:
-    req_id, fingerprint = f"r{req % IDS}", b"other" if content % 4 == 0 else b"content"
+    req_id, fingerprint = f"r{req % IDS}", b"other" if content % 4 == 3 else b"content"
     delivery = list(world.E.Delivery)[kind % 3]
     waiter = world.new_waiter("caller", req_id, delivery=delivery, milestone=MILESTONE[delivery])
-    until = world.now + 1 + deadline % 40 if deadline % 5 == 0 else None
+    until = world.now + 1 + deadline % 40 if deadline % 5 == 1 else None
     step = world.apply(world.E.Accept(req_id, fingerprint, waiter.number, delivery, until))
     world.sent += 1
     if step.first(world.E.Refuse) is not None:
@@ -118,6 +131,13 @@ def _fail(world: World, number: int, kind: int) -> None:
     if life is not None:
         reason = world.E.Reason.WORKER_LOST if kind % 3 == 0 else world.E.Reason.ENCODE_FAILED
         world.apply(world.E.Failed(life.life, InternalError("encode_failed", f"stage {kind}"), reason))
+
+
+def _lose(world: World, number: int) -> None:
+    """The encoder that prepared a request dies, whatever became of the request since."""
+    life = _pick([life for life in world.lives.values() if life.size], number)
+    if life is not None:
+        world.apply(world.E.InputsLost(life.life))
 
 
 def _pull(world: World, req: int) -> None:
@@ -241,6 +261,7 @@ DO: dict[str, Callable[..., None]] = {
     "encode": _encode,
     "encoded": _encoded,
     "fail": _fail,
+    "lose": _lose,
     "pull": _pull,
     "take": _take,
     "send_ok": _send_ok,

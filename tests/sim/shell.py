@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tectum.errors import BadRequestError, DeliveryError, InternalError, TectumError
+from tectum.errors import BadRequestError, DeliveryError, InternalError, TectumError, UnavailableError
 from tectum.lifecycle import events as E
 from tectum.lifecycle.ledger import Ledger, Limits
 from tectum.pipeline.batcher import Batcher
@@ -42,27 +42,51 @@ class FakeWork:
     """Stages whose length, failure and drain are random by seed. Memory is real enough to be misused."""
 
     rng: random.Random
+    lanes: int = 1
     held: set[int] = field(default_factory=set)
     forwards: list[str] = field(default_factory=list)
+    deaths: list[int] = field(default_factory=lambda: [0, 0, 0])  # of each lane's encoder
+    on_lost: Any = None
+
+    def watch_lanes(self, on_lost: Any) -> None:
+        self.on_lost = on_lost
+
+    def die(self, lane: int) -> None:
+        """The encoder of a lane dies; what runs there notices at its next step, what is prepared there is gone."""
+        self.deaths[lane] += 1
+        self.on_lost(lane)
+
+    def forget(self, part: PreparedPart) -> None:
+        pass
+
+    def _still(self, lane: int, deaths: int) -> None:
+        if self.deaths[lane] != deaths:
+            raise UnavailableError("worker_lost", "planted")
 
     async def prepare(self, request: EncodeRequest) -> PreparedPart:
+        lane = self.rng.randrange(self.lanes)
+        deaths = self.deaths[lane]
         await self._work(3.0)
+        self._still(lane, deaths)
         self._maybe_fail(0.08, BadRequestError("media_decode_failed", "planted", item=0))
         rows = 1 + self.rng.randrange(8)
         item = ItemMetadata(Modality.IMAGE, rows, (1, 2, 2 * rows), 4 * rows)
         metadata = RequestMetadata(request.req_id, 1, 0, (item,), 4, 0, "float32")
-        return PreparedPart(metadata, request.items[0].data)
+        return PreparedPart(metadata, request.items[0].data, lane)
 
     async def encode(self, batch: Sequence[PreparedPart]) -> list[Staged | TectumError]:
         self.forwards += [part.metadata.req_id for part in batch]
+        (lane,) = {part.lane for part in batch}
+        deaths = self.deaths[lane]
         await self._work(4.0)
+        self._still(lane, deaths)
         self._maybe_fail(0.08, InternalError("encode_failed", "planted"))
         results: list[Staged | TectumError] = []
         for part in batch:
             if self.rng.random() < 0.08:
                 results.append(InternalError("row_mismatch", "planted"))
                 continue
-            buffer = Buffer(part.inputs)
+            buffer = Buffer(part.ticket)
             self.held.add(id(buffer))
             results.append(Staged(part.metadata, buffer))
         return results
@@ -241,16 +265,20 @@ class Actors:
 
 async def _scenario(seed: int, checkers: list[Checker], trace: list[Any]) -> World:
     rng = random.Random(seed)
-    work = FakeWork(random.Random(seed + 1))
-    batcher = Batcher(fuse=rng.random() < 0.5, batch_patches=64)
+    work = FakeWork(random.Random(seed + 1), lanes=1 + seed % 3)
+    fuse = rng.random() < 0.5
+    batchers = [Batcher(fuse=fuse, batch_patches=64) for _ in range(work.lanes)]
     limits = Limits(**{**LIMITS, "max_live_requests": 5, "max_staged_bytes": 200, "max_queued_patches": 60})  # type: ignore[arg-type]
-    pipeline = Pipeline(work, limits, batcher, send_timeout=10.0)
+    pipeline = Pipeline(work, limits, batchers, send_timeout=10.0)
     watcher = Watcher(pipeline.ledger, checkers)
     watcher.world.trace = trace
     await pipeline.start()
     actors = Actors(pipeline, work, rng)
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(actors.one(rng.random() * 60)) for _ in range(rng.randrange(4, 24))]
+    for lane in range(work.lanes):
+        if rng.random() < 0.4:
+            loop.call_later(rng.random() * 60, work.die, lane)
     for task in tasks:
         if rng.random() < 0.3:
             loop.call_later(rng.random() * 70, task.cancel)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from importlib import import_module
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from tectum.config import Settings
 from tectum.errors import BadRequestError, DeliveryError, StartupError, TectumError
@@ -43,13 +43,20 @@ def zmq_destination(host: str, port: int) -> Destination:
     return Destination(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", "zmq")
 
 
+class Lease(Protocol):
+    """Staging memory, as much as a backend may know of it."""
+
+    def views(self) -> list[memoryview]:
+        """The staged arrays, each as its bytes: the rows, then the deepstack layers."""
+
+
 class StagedRows(Protocol):
     """A request's rows in staging memory, as the pipeline hands them over."""
 
     @property
     def metadata(self) -> RequestMetadata: ...
     @property
-    def lease(self) -> Any: ...
+    def lease(self) -> Lease: ...
 
 
 class Backend(Protocol):
@@ -71,20 +78,13 @@ class Backend(Protocol):
     ) -> None: ...
 
 
-def raw_arrays(staged: StagedRows) -> list[memoryview]:
-    """The bytes of the staged arrays, in the order rows, deepstack.0, deepstack.1, …: views, not copies."""
-    import torch
-
-    return [array.view(torch.uint8).numpy().reshape(-1).data for array in staged.lease.arrays()]
-
-
 async def row_bytes(staged: StagedRows) -> memoryview:
     """All rows as one block, deepstack layers as further columns: `[rows, width × (1 + layers)]`, row-major.
 
     Without deepstack it is the staging memory itself. With it the arrays are woven into a new block, in slices between
     which the event loop goes on; a cancellation stops it there, and nothing is read afterwards.
     """
-    views = raw_arrays(staged)
+    views = staged.lease.views()
     if len(views) == 1:
         return views[0]
     import numpy as np

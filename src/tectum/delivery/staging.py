@@ -1,167 +1,168 @@
 """Staging: host memory in which finished rows wait for their receivers.
 
-Owns the buffers, and nothing else: when a lease may be given back is decided in `tectum.lifecycle`. Rows are copied in
-once, so that no receiver ever reads memory that a later forward may write. On CUDA the copy runs on a stream of its
-own into pinned memory, and a reader first waits for that copy alone (`Lease.wait`), never for the device.
+Owns the memory, and nothing else: when a lease may be given back is decided in `tectum.lifecycle`. All of it is one memory
+file (memfd), mapped by this process and by each encoder process, so that an encoder writes rows where receivers read
+them and nothing is copied between the two. Pages take memory only once they were written.
+
+Knows no torch: rows are bytes here; their shape and type are in the metadata. One owner (the event loop) calls the pool.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import mmap
+import os
 
 from tectum.errors import LifecycleError, UnavailableError
 
-if TYPE_CHECKING:
-    import torch
-
-#: smallest buffer (bytes); sizes are powers of two, so that buffers are reused between requests of like size
+#: smallest block (bytes); blocks are powers of two
 SMALLEST = 64 * 1024
-#: free buffers kept for reuse, in bytes over all sizes
+#: written pages kept for reuse when nobody leases them (bytes); what is beyond goes back to the system
 KEPT = 256 * 1024 * 1024
-
-
-class _Buffer:
-    """One piece of host memory and how often it changed hands."""
-
-    __slots__ = ("generation", "memory")
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.generation = 0
 
 
 class Lease:
     """The right to read one request's staged arrays, until it is given back.
 
-    nbytes: bytes of the rows held. Reading through a lease that was given back raises LifecycleError
-    (`request_released`): the buffer's generation has moved on.
+    offset: where its block begins in the memory file. nbytes: bytes of all arrays together. generation: differs for
+    each lease, so that a handle to an earlier one at the same place is refused.
     """
 
-    __slots__ = ("_arrays", "_buffer", "_copied", "_generation", "nbytes")
+    __slots__ = ("_arrays", "_pool", "generation", "nbytes", "offset", "size")
 
-    def __init__(
-        self, buffer: _Buffer, arrays: tuple[torch.Tensor, ...], nbytes: int, copied: torch.cuda.Event | None
-    ) -> None:
-        self._buffer = buffer
-        self._generation = buffer.generation
+    def __init__(self, pool: StagingPool, offset: int, size: int, nbytes: int, arrays: int, generation: int) -> None:
+        self._pool = pool
         self._arrays = arrays
-        self._copied = copied
+        self.offset = offset
+        self.size = size
         self.nbytes = nbytes
+        self.generation = generation
 
-    def wait(self) -> None:
-        """Block until the copy from the device has landed. Call it off the event loop."""
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
-
-    def arrays(self) -> tuple[torch.Tensor, ...]:
-        """The staged arrays, in the order given, as views of host memory. Raises LifecycleError when stale."""
-        if self._generation != self._buffer.generation:
+    def view(self) -> memoryview:
+        """All staged bytes, in place. Raises LifecycleError `request_released` when the lease was given back."""
+        if not self._pool.holds(self.offset, self.generation):
             raise LifecycleError("request_released", "These rows were given back; their memory belongs to others now")
-        self.wait()
-        return self._arrays
+        return self._pool.memory(self.offset, self.nbytes)
+
+    def views(self) -> list[memoryview]:
+        """The staged arrays, each as its bytes: the rows, then the deepstack layers. Raises as `view`."""
+        whole, step = self.view(), self.nbytes // self._arrays
+        return [whole[start : start + step] for start in range(0, self.nbytes, step)]
 
 
 class StagingPool:
-    """Hands out leases. Thread-safe: the forward thread stages, the event loop gives back."""
+    """Hands out leases within a byte budget. `fd` and `capacity` are what another process needs to map the memory."""
 
-    def __init__(self, max_bytes: int, *, cuda: bool = False) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.leased_bytes = 0
-        self.leases = 0
-        self._cuda = cuda
-        self._stream: torch.cuda.Stream | None = None
-        self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)
-        self._kept = 0
+        # twice the budget: blocks are rounded up to powers of two, and addresses that nobody writes cost nothing
+        self.capacity = _block_size(2 * max_bytes)
+        self.fd = os.memfd_create("tectum-staging", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, self.capacity)
+        self._map = mmap.mmap(self.fd, self.capacity)
+        self._blocks = _Blocks(self.capacity)
+        self._generations: dict[int, int] = {}  # offset -> generation of the lease that holds it
+        self._next = 1
         self._closing = False
-        self._lock = threading.Lock()
 
-    def stage(self, arrays: Sequence[torch.Tensor]) -> Lease:
-        """Copy `arrays` (any shapes, one request's rows) into host memory.
+    @property
+    def leases(self) -> int:
+        return len(self._generations)
+
+    def lease(self, nbytes: int, arrays: int = 1) -> Lease:
+        """Memory for `arrays` arrays of `nbytes` in all.
 
         Raises UnavailableError: `shutting_down` once the pool is closing, `overloaded` when the budget is spent.
         """
-        nbytes = sum(array.nbytes for array in arrays)
-        buffer = self._take(nbytes)
-        try:
-            return self._fill(buffer, arrays, nbytes)
-        except BaseException:
-            self._return(buffer, nbytes)
-            raise
+        assert nbytes > 0, "a request has rows"
+        assert nbytes % arrays == 0, "a request's arrays are of one size"
+        if self._closing:
+            raise UnavailableError("shutting_down", "The staging pool is closing; no new rows are held")
+        size = _block_size(nbytes)
+        fits = self.leased_bytes + nbytes <= self.max_bytes
+        offset = self._blocks.take(size) if fits else None
+        if offset is None:
+            text = f"Staging holds {self.leased_bytes} of {self.max_bytes} bytes; {nbytes} more do not fit"
+            raise UnavailableError("overloaded", text, retry_after=1.0)
+        self.leased_bytes += nbytes
+        lease = Lease(self, offset, size, nbytes, arrays, self._next)
+        self._generations[offset] = self._next
+        self._next += 1
+        return lease
 
     def give_back(self, lease: Lease) -> None:
-        """End a lease; its memory may be reused from now on. Nobody may be reading: the lifecycle sees to that."""
-        assert lease._generation == lease._buffer.generation, "a lease was given back twice"
-        lease.wait()  # a copy that still writes must not land in the next owner's rows
-        self._return(lease._buffer, lease.nbytes)
+        """End a lease; its memory may be reused from now on. Nobody may read or write it: the lifecycle sees to that."""
+        assert self.holds(lease.offset, lease.generation), "a lease was given back twice"
+        del self._generations[lease.offset]
+        self.leased_bytes -= lease.nbytes
+        self._blocks.give_back(lease.offset, lease.size)
+        written = os.fstat(self.fd).st_blocks * 512
+        if written - self.leased_bytes > KEPT:
+            self._map.madvise(mmap.MADV_REMOVE, lease.offset, lease.size)
+        self._close_if_done()
+
+    def holds(self, offset: int, generation: int) -> bool:
+        """Whether the lease of this generation is the one that holds the block at `offset`."""
+        return self._generations.get(offset) == generation
+
+    def memory(self, offset: int, nbytes: int) -> memoryview:
+        return memoryview(self._map)[offset : offset + nbytes]
 
     def close(self) -> None:
-        """Refuse new leases and drop free buffers; leases that are out stay good."""
-        with self._lock:
-            self._closing = True
-            self._free.clear()
-            self._kept = 0
+        """Refuse new leases; leases that are out stay good, and with the last of them the memory goes."""
+        self._closing = True
+        self._close_if_done()
 
-    def _take(self, nbytes: int) -> _Buffer:
-        import torch
-
-        size = _size_class(nbytes)
-        with self._lock:
-            if self._closing:
-                raise UnavailableError("shutting_down", "The staging pool is closing; no new rows are held")
-            if self.leased_bytes + nbytes > self.max_bytes:
-                text = f"Staging holds {self.leased_bytes} of {self.max_bytes} bytes; {nbytes} more do not fit"
-                raise UnavailableError("overloaded", text, retry_after=1.0)
-            self.leased_bytes += nbytes
-            self.leases += 1
-            if self._free[size]:
-                self._kept -= size
-                return self._free[size].pop()
-        try:
-            return _Buffer(torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda))
-        except BaseException:
-            with self._lock:
-                self.leased_bytes -= nbytes
-                self.leases -= 1
-            raise
-
-    def _return(self, buffer: _Buffer, nbytes: int) -> None:
-        size = buffer.memory.numel()
-        with self._lock:
-            buffer.generation += 1
-            self.leased_bytes -= nbytes
-            self.leases -= 1
-            if not self._closing and self._kept + size <= KEPT:
-                self._free[size].append(buffer)
-                self._kept += size
-
-    def _fill(self, buffer: _Buffer, arrays: Sequence[torch.Tensor], nbytes: int) -> Lease:
-        import torch
-
-        views, start = [], 0
-        for array in arrays:
-            piece = buffer.memory[start : start + array.nbytes]
-            views.append(piece.view(array.dtype).view(array.shape))
-            start += array.nbytes
-        if not (arrays and arrays[0].is_cuda):
-            for view, array in zip(views, arrays, strict=True):
-                view.copy_(array)
-            return Lease(buffer, tuple(views), nbytes, None)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(arrays[0].device)
-        self._stream.wait_stream(torch.cuda.current_stream(arrays[0].device))
-        with torch.cuda.stream(self._stream):
-            for view, array in zip(views, arrays, strict=True):
-                view.copy_(array, non_blocking=True)
-                array.record_stream(self._stream)
-            copied = torch.cuda.Event()
-            copied.record(self._stream)
-        return Lease(buffer, tuple(views), nbytes, copied)
+    def _close_if_done(self) -> None:
+        if self._closing and not self._generations and self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
-def _size_class(nbytes: int) -> int:
+class StagingMap:
+    """The same memory in another process: there an encoder writes rows. fd: its copy of the pool's descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        os.close(fd)
+
+    def memory(self, offset: int, nbytes: int) -> memoryview:
+        """Writable bytes of one lease."""
+        return memoryview(self._map)[offset : offset + nbytes]
+
+
+class _Blocks:
+    """Which parts of the memory are free: a buddy allocator. The block given back last is handed out first (warm)."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._free: dict[int, dict[int, None]] = {capacity: {0: None}}  # size -> offsets, newest last
+
+    def take(self, size: int) -> int | None:
+        """The offset of a free block of `size` bytes (a power of two), or None when there is none."""
+        found = size
+        while not self._free.get(found):
+            found *= 2
+            if found > self._capacity:
+                return None
+        offset, _ = self._free[found].popitem()
+        while found > size:
+            found //= 2
+            self._free.setdefault(found, {})[offset + found] = None
+        return offset
+
+    def give_back(self, offset: int, size: int) -> None:
+        """Free a block, and join it with its other half as long as that is free too."""
+        while size < self._capacity:
+            other = offset ^ size
+            halves = self._free.setdefault(size, {})
+            if other not in halves:
+                break
+            del halves[other]
+            offset, size = min(offset, other), size * 2
+        self._free.setdefault(size, {})[offset] = None
+
+
+def _block_size(nbytes: int) -> int:
     """The next power of two, from `SMALLEST` up."""
-    return max(SMALLEST, 1 << max(nbytes - 1, 0).bit_length())
+    return max(SMALLEST, 1 << (nbytes - 1).bit_length())

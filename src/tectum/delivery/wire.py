@@ -13,12 +13,21 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from tectum.errors import DeliveryError
-from tectum.types import Embedding, Grid
+from tectum.types import Embedding, Grid, RequestMetadata
 
 VERSION = "1"
+
+
+class Raw(NamedTuple):
+    """An array as its bytes: for rows that lie in staging memory, where there is neither torch nor a numpy type."""
+
+    shape: tuple[int, int]
+    data: memoryview
+
+
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -31,7 +40,7 @@ def pack(
     dtype: str,
     req_id: str,
 ) -> bytes:
-    """One document. `rows` and `deepstack` are torch tensors or numpy arrays `[tokens, width]` in host memory."""
+    """One document. `rows` and `deepstack`, `[tokens, width]` in host memory: torch tensors, numpy arrays or `Raw`."""
     import numpy as np
     from safetensors import TensorSpec, serialize
 
@@ -49,6 +58,20 @@ def pack(
         for name, (kind, shape, data) in tensors.items()
     }
     return bytes(serialize(specs, metadata))
+
+
+def pack_staged(metadata: RequestMetadata, views: Sequence[memoryview]) -> bytes:
+    """One document of a request's staged arrays (`Lease.views`): a copy, which outlives the lease."""
+    shape = (metadata.rows, metadata.width)
+    rows, *deepstack = (Raw(shape, view) for view in views)
+    return pack(
+        rows=rows,
+        item_rows=metadata.item_rows,
+        grid_thw=metadata.grid_thw,
+        deepstack=deepstack,
+        dtype=metadata.dtype,
+        req_id=metadata.req_id,
+    )
 
 
 def unpack(document: bytes) -> Embedding:
@@ -86,6 +109,8 @@ def _raw(array: Any) -> Any:
     """The array's bytes as a flat numpy array, without a copy where it is contiguous."""
     import numpy as np
 
+    if isinstance(array, Raw):
+        return np.frombuffer(array.data, np.uint8)
     if hasattr(array, "detach"):  # torch: numpy has no bfloat16, so look at its bytes
         import torch
 

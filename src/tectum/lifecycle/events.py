@@ -105,6 +105,12 @@ class Failed(NamedTuple):
     reason: Reason = Reason.ENCODE_FAILED
 
 
+class InputsLost(NamedTuple):
+    """The encoder that kept this request's prepared inputs died. A stage that ran there reports its own end."""
+
+    life: int
+
+
 class SendStarted(NamedTuple):
     """Somebody asks to read the staged rows for `address`."""
 
@@ -164,6 +170,7 @@ Event = (
     | EncodeStarted
     | Encoded
     | Failed
+    | InputsLost
     | SendStarted
     | SendConfirmed
     | SendFailed

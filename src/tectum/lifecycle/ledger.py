@@ -34,6 +34,7 @@ from tectum.lifecycle.events import (
     Event,
     Failed,
     Free,
+    InputsLost,
     LedgerEvent,
     LifecycleViolationError,
     Metadata,
@@ -313,7 +314,7 @@ class Ledger:
         """An event for a life that holds nothing any more: asking is refused, leaving is fine, the rest cannot be."""
         if isinstance(event, (PrepareStarted, EncodeStarted)):
             effects.append(Refuse(LifecycleError("request_released", "Encoder request was released before this stage")))
-        elif not isinstance(event, (ReleaseAsked, CallerLeft)):
+        elif not isinstance(event, (ReleaseAsked, CallerLeft, InputsLost)):
             raise LifecycleViolationError(f"{type(event).__name__} for life {event.life}, which holds nothing")
 
     def _life(self, life: int, event: Event) -> Request:
@@ -552,6 +553,7 @@ _LIFE_EVENTS = (
     EncodeStarted,
     Encoded,
     Failed,
+    InputsLost,
     SendConfirmed,
     SendFailed,
     CallerLeft,

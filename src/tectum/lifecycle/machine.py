@@ -31,6 +31,7 @@ from tectum.lifecycle.events import (
     Event,
     Failed,
     Free,
+    InputsLost,
     LifecycleViolationError,
     Metadata,
     Milestone,
@@ -182,6 +183,11 @@ def _take_answer(request: Request, event: AnswerTaken, effects: list[Effect]) ->
     effects.append(Admit(request.life))
 
 
+def _lose_inputs(request: Request, event: InputsLost, effects: list[Effect]) -> None:
+    """Release as `worker_lost`: there is nothing left to encode."""
+    _release(request, Reason.WORKER_LOST, None, effects)
+
+
 def _begin_send(request: Request, event: SendStarted, effects: list[Effect]) -> None:
     """The send may read the rows; its use is counted (R1)."""
     _open_send(request, event.address)
@@ -261,6 +267,10 @@ def _ignore(request: Request, event: Event, effects: list[Effect]) -> None:
     """Nothing: the first release wins (R2)."""
 
 
+def _not_needed(request: Request, event: Event, effects: list[Effect]) -> None:
+    """Nothing: the inputs are not needed any more, or the running encode reports its own end."""
+
+
 S = State
 _RELEASE: dict[type, Move] = {Failed: Move(None, _fail), ReleaseAsked: Move(None, _ask_release)}
 
@@ -276,6 +286,7 @@ TABLE: dict[State, dict[type, Move]] = {
     },
     S.PREPARED: {
         EncodeStarted: Move(S.ENCODING, _begin_stage),
+        InputsLost: Move(None, _lose_inputs),
         SendStarted: Move(S.PREPARED, _refuse_not_ready),
         DestinationsAdded: Move(S.PREPARED, _add_destinations),
         CallerLeft: Move(None, _caller_left),
@@ -283,12 +294,14 @@ TABLE: dict[State, dict[type, Move]] = {
     },
     S.ENCODING: {
         Encoded: Move(S.STAGED, _stage),
+        InputsLost: Move(S.ENCODING, _not_needed),
         SendStarted: Move(S.ENCODING, _refuse_not_ready),
         DestinationsAdded: Move(S.ENCODING, _add_destinations),
         CallerLeft: Move(None, _caller_left),
         **_RELEASE,
     },
     S.STAGED: {
+        InputsLost: Move(S.STAGED, _not_needed),
         AnswerTaken: Move(S.STAGED, _take_answer),
         SendStarted: Move(S.STAGED, _begin_send),
         SendConfirmed: Move(None, _confirm),
@@ -301,6 +314,7 @@ TABLE: dict[State, dict[type, Move]] = {
         Prepared: Move(None, _end_stage),
         Encoded: Move(None, _end_stage),
         Failed: Move(None, _end_stage),
+        InputsLost: Move(S.DRAINING, _not_needed),
         SendConfirmed: Move(None, _end_send),
         SendFailed: Move(None, _end_send),
         PrepareStarted: Move(S.DRAINING, _refuse_released),

@@ -44,6 +44,7 @@ def diagram() -> list[str]:
 _DECIDED = {
     "_ask_release": "draining or released",
     "_fail": "released",
+    "_lose_inputs": "released",
     "_caller_left": "{state} or draining or released",
     "_confirm": "{state} or draining or released",
     "_lose": "{state} or draining or released",

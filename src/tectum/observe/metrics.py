@@ -21,6 +21,13 @@ class _Ledger(Protocol):
     def __len__(self) -> int: ...
 
 
+class _Encoders(Protocol):
+    restarts: int
+
+    @property
+    def up(self) -> int: ...
+
+
 class _Prepared(Protocol):
     @property
     def metadata(self) -> RequestMetadata: ...
@@ -64,12 +71,14 @@ class Metrics:
             registry=self.registry,
         )
 
-    def watch(self, ledger: _Ledger) -> None:
-        """Gauges that are read from the ledger when somebody scrapes."""
+    def watch(self, ledger: _Ledger, encoders: _Encoders) -> None:
+        """Gauges that are read from the ledger and the encoders when somebody scrapes."""
         for name, text, read in (
             ("encoder_live_requests", "Requests that hold something.", lambda: len(ledger)),
             ("encoder_queued_patches", "Input patches that wait for a forward.", lambda: ledger.queued_patches),
             ("encoder_staged_bytes", "Bytes promised to or held for receivers.", lambda: ledger.staged_bytes),
+            ("encoder_workers_up", "Encoder processes that are up.", lambda: encoders.up),
+            ("encoder_worker_restarts", "Encoder processes that were started again.", lambda: encoders.restarts),
         ):
             Gauge(name, text, registry=self.registry).set_function(read)
 

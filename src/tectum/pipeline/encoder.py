@@ -7,13 +7,17 @@ import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tectum.config import Settings
 from tectum.items import MediaLike, as_media_items
-from tectum.pipeline.pipeline import Job
+from tectum.pipeline.pipeline import Job, Pipeline
 from tectum.pipeline.service import running_pipeline
+from tectum.pipeline.stages import Stages
 from tectum.types import Embedding, EncodeRequest, Modality
+
+if TYPE_CHECKING:
+    from tectum.pipeline.local import LocalEncoder
 
 
 class Encoder:
@@ -28,6 +32,7 @@ class Encoder:
 
     def __init__(self, model: str, **settings: Any) -> None:
         from tectum.models.load import load_adapter
+        from tectum.pipeline.local import LocalEncoder
 
         self.settings = Settings.load(**settings)
         self.adapter = load_adapter(model, device=self.settings.device, dtype=self.settings.dtype)
@@ -35,8 +40,8 @@ class Encoder:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tectum-encoder", daemon=True)
         self._thread.start()
-        enter = self._stack.enter_async_context(running_pipeline(self.adapter, self.settings))
-        self._pipeline = asyncio.run_coroutine_threadsafe(enter, self._loop).result()
+        local = LocalEncoder(self.adapter, self.settings)
+        self._pipeline = asyncio.run_coroutine_threadsafe(self._start(local), self._loop).result()
 
     def encode(
         self,
@@ -80,6 +85,10 @@ class Encoder:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    async def _start(self, local: LocalEncoder) -> Pipeline:
+        stages = await self._stack.enter_async_context(Stages(local, self.settings))
+        return await self._stack.enter_async_context(running_pipeline(stages, self.settings))
+
     def _request(
         self,
         items: MediaLike | Sequence[MediaLike],
@@ -97,7 +106,13 @@ class Encoder:
 
 def embedding_of(job: Job) -> Embedding:
     """A copy of a job's staged rows that outlives their lease."""
+    import torch
+
     assert job.staged is not None, "rows are read while they are staged"
     metadata = job.staged.metadata
-    rows, *deepstack = (array.clone() for array in job.staged.lease.arrays())
+    dtype = getattr(torch, metadata.dtype)
+    rows, *deepstack = (
+        torch.frombuffer(bytearray(view), dtype=dtype).view(metadata.rows, metadata.width)
+        for view in job.staged.lease.views()
+    )
     return Embedding(rows, metadata.item_rows, metadata.grid_thw, tuple(deepstack), metadata.dtype, metadata.req_id)

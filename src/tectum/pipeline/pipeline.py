@@ -34,6 +34,7 @@ from tectum.lifecycle.events import (
     Ended,
     Failed,
     Free,
+    InputsLost,
     LedgerEvent,
     Milestone,
     Notify,
@@ -64,10 +65,14 @@ log = logging.getLogger("tectum.pipeline")
 
 @dataclass(slots=True)
 class PreparedPart:
-    """What the prepare stage made of a request. `inputs` is the adapter's; `seconds` says how long each step took."""
+    """What the prepare stage made of a request. The inputs stay with the encoder that made them.
+
+    lane: which encoder that is. ticket: its name for them. seconds: how long each step took.
+    """
 
     metadata: RequestMetadata
-    inputs: Any
+    ticket: Any
+    lane: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -80,13 +85,24 @@ class Staged:
 
 
 class Work(Protocol):
-    """What the stages do. Each coroutine, when cancelled, ends only after it has stopped using the request's memory."""
+    """What the stages do. Each coroutine, when cancelled, ends only after it has stopped using the request's memory.
+
+    lanes: how many encoders there are; each runs one forward at a time.
+    """
+
+    lanes: int
+
+    def watch_lanes(self, on_lost: Callable[[int], None]) -> None:
+        """Have `on_lost` called with the lane whose encoder died: what it had prepared is gone."""
 
     async def prepare(self, request: EncodeRequest) -> PreparedPart:
         """Fetch, decode and preprocess all items. Raises TectumError that names the item at fault."""
 
+    def forget(self, part: PreparedPart) -> None:
+        """Drop the inputs of a part that will not be encoded (again)."""
+
     async def encode(self, batch: Sequence[PreparedPart]) -> list[Staged | TectumError]:
-        """One forward for the batch, its rows checked and staged: a result or an error for each member."""
+        """One forward for the batch, all of one lane, its rows checked and staged: a result or an error for each member."""
 
     async def send(self, staged: Staged, destination: Destination) -> None:
         """Deliver to a receiver and return when it has confirmed. Raises TectumError. Never releases."""
@@ -131,6 +147,15 @@ class Observer(Protocol):
         """A request was not accepted, and began no life."""
 
 
+class _Lane:
+    """What waits for one encoder, and the loop that feeds it."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self.batcher = batcher
+        self.work_waits = asyncio.Event()
+        self.loop: asyncio.Task[None] | None = None
+
+
 class Pipeline:
     """Runs requests. One event loop owns it; every method is called there.
 
@@ -141,14 +166,14 @@ class Pipeline:
         self,
         work: Work,
         limits: Limits,
-        batcher: Batcher,
+        batchers: Sequence[Batcher],
         *,
         send_timeout: float = 30.0,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.ledger = Ledger(limits)
         self._work = work
-        self._batcher = batcher
+        self._lanes = [_Lane(batcher) for batcher in batchers]
         self._send_timeout = send_timeout
         self._observers = observers
         self._jobs: dict[int, Job] = {}
@@ -157,9 +182,7 @@ class Pipeline:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
-        self._work_waits = asyncio.Event()
         self._drained = asyncio.Event()
-        self._encode_loop: asyncio.Task[None] | None = None
         self._carry: dict[type, Callable[[Any], None]] = {
             Wake: self._on_wake,
             StartSend: self._on_start_send,
@@ -172,8 +195,11 @@ class Pipeline:
     # --- what doors call ---
 
     async def start(self) -> None:
+        assert len(self._lanes) == self._work.lanes, "one batcher a lane"
         self._loop = asyncio.get_running_loop()
-        self._encode_loop = self._spawn(self._encode_forever())
+        self._work.watch_lanes(self._on_lane_lost)
+        for lane in self._lanes:
+            lane.loop = self._spawn(self._encode_forever(lane))
 
     @asynccontextmanager
     async def execute_encode_pipeline(self, request: EncodeRequest) -> AsyncIterator[Job]:
@@ -203,12 +229,16 @@ class Pipeline:
             self._handle(CallerLeft(life, waiter))
             raise
 
-    async def deliver(self, request: EncodeRequest) -> RequestMetadata:
+    async def deliver(
+        self, request: EncodeRequest, destinations: Sequence[Destination] = (), receive_count: int = 0
+    ) -> RequestMetadata:
         """Encode `request` for the receivers that register for it; returns when every one of them has its rows.
 
+        destinations: receivers that are known already; `receive_count` will register in all (0: not said).
         Raises MMError: what the encode failed with, or the error of a delivery that failed for good.
         """
-        _, _, metadata = await self._call(request, Delivery.PUSH)
+        _, _, metadata = await self._call(request, Delivery.PUSH, tuple(destinations), receive_count)
+        assert isinstance(metadata, RequestMetadata), "a delivered request was prepared"
         return metadata
 
     @asynccontextmanager
@@ -283,7 +313,7 @@ class Pipeline:
         if not drained:
             finished = not self.ledger.unfinished()  # rows that nobody pulled are no unfinished work
             self._handle(Close(fail_live=True))
-            for task in self._tasks - {self._encode_loop}:
+            for task in self._tasks - {lane.loop for lane in self._lanes}:
                 task.cancel()
             if not await self._wait_drained(grace):
                 log.error("shutting down while a stage still runs")
@@ -301,7 +331,13 @@ class Pipeline:
 
     # --- the caller's side of one request ---
 
-    async def _call(self, request: EncodeRequest, delivery: Delivery) -> tuple[int, int, Any]:
+    async def _call(
+        self,
+        request: EncodeRequest,
+        delivery: Delivery,
+        destinations: tuple[Destination, ...] = (),
+        receive_count: int = 0,
+    ) -> tuple[int, int, Any]:
         """Accept (or join) and await the answer: the life, the waiter that this caller is, and what it was woken with.
 
         A caller that leaves before is reported to the ledger.
@@ -319,6 +355,8 @@ class Pipeline:
         if life not in self._jobs:
             job = self._jobs[life] = Job(life, request, now)
             job.walk = self._spawn(self._walk(job))
+        if destinations or receive_count:  # in the turn of the Accept, so that they are this life's
+            self._handle(Register(request.req_id, destinations, receive_count, next(self._numbers)))
         try:
             return life, waiter, await future
         except asyncio.CancelledError:
@@ -334,7 +372,7 @@ class Pipeline:
         try:
             prepared = await self._work.prepare(job.request)
         except TectumError as error:
-            self._handle(Failed(job.life, error))
+            self._handle(Failed(job.life, error, _failure_reason(error)))
         except asyncio.CancelledError:
             self._handle(Failed(job.life, InternalError("internal", "The prepare stage was cancelled")))
             raise
@@ -347,17 +385,18 @@ class Pipeline:
             self._handle(Prepared(job.life, prepared.metadata))
             # refused for its size, or released in the meantime: then it holds nothing any more
             if job.life in self._jobs:
-                self._batcher.put(job)
-                self._work_waits.set()
+                lane = self._lanes[prepared.lane]
+                lane.batcher.put(job)
+                lane.work_waits.set()
 
-    async def _encode_forever(self) -> None:
-        """Keep the forward busy while anything waits for it. A defect met on one batch never stops the others."""
+    async def _encode_forever(self, lane: _Lane) -> None:
+        """Keep one encoder busy while anything waits for it. A defect met on one batch never stops the others."""
         while True:
-            await self._work_waits.wait()
+            await lane.work_waits.wait()
             try:
-                batch = [job for job in self._batcher.take() if self._may(EncodeStarted(job.life))]
-                if not len(self._batcher):
-                    self._work_waits.clear()
+                batch = [job for job in lane.batcher.take() if self._may(EncodeStarted(job.life))]
+                if not len(lane.batcher):
+                    lane.work_waits.clear()
                 if batch:
                     await self._encode(batch)
             except Exception:
@@ -372,11 +411,12 @@ class Pipeline:
             self._fail_for_shutdown(batch, started)
             raise
         except Exception as failure:
-            if len(batch) > 1:
+            if len(batch) > 1 and not _lost(failure):
                 log.warning("a fused batch of %d failed and is retried one by one: %s", len(batch), failure)
                 await self._encode_apart(batch)
                 return
-            results = [failure if isinstance(failure, TectumError) else _unexpected(failure, "encoding")]
+            error = failure if isinstance(failure, TectumError) else _unexpected(failure, "encoding")
+            results = [error] * len(batch)
         self._finish(batch, results, started)
 
     async def _encode_apart(self, batch: list[Job]) -> None:
@@ -397,7 +437,7 @@ class Pipeline:
             job.seconds["queue"] = started - job.prepared_at
             job.seconds["forward"] = ended - started
             if isinstance(result, TectumError):
-                self._handle(Failed(job.life, result))
+                self._handle(Failed(job.life, result, _failure_reason(result)))
             else:
                 job.staged = result
                 self._handle(Encoded(job.life))
@@ -473,7 +513,8 @@ class Pipeline:
 
     def _on_ended(self, effect: Ended) -> None:
         job = self._jobs[effect.life]
-        self._batcher.discard(effect.life)
+        if job.prepared is not None:
+            self._lanes[job.prepared.lane].batcher.discard(effect.life)
         if job.walk is not None and job.walk is not asyncio.current_task():
             job.walk.cancel()
         seconds = self._loop.time() - job.accepted_at
@@ -481,10 +522,18 @@ class Pipeline:
 
     def _on_free(self, effect: Free) -> None:
         job = self._jobs.pop(effect.life)
-        job.prepared = None
+        if job.prepared is not None:
+            self._work.forget(job.prepared)
+            job.prepared = None
         if job.staged is not None:
             staged, job.staged = job.staged, None
             self._work.free(staged)
+
+    def _on_lane_lost(self, number: int) -> None:
+        """An encoder died. Its running stages fail by themselves; what waited for its forward is told to the ledger."""
+        lost = [job.life for job in self._jobs.values() if job.prepared is not None and job.prepared.lane == number]
+        for life in lost:
+            self._handle(InputsLost(life))
 
     def _observe(self, tell: Callable[[Observer], None]) -> None:
         for observer in self._observers:
@@ -564,6 +613,14 @@ def _unexpected(error: Exception, doing: str) -> TectumError:
     """Ours is the fault. The text names the kind of failure only: its own words may hold paths or addresses."""
     log.error("unexpected failure while %s", doing, exc_info=error)
     return InternalError("encode_failed", f"Unexpected {type(error).__name__} while {doing}; the server's log has more")
+
+
+def _lost(error: Exception) -> bool:
+    return isinstance(error, TectumError) and error.code == "worker_lost"
+
+
+def _failure_reason(error: TectumError) -> Reason:
+    return Reason.WORKER_LOST if _lost(error) else Reason.ENCODE_FAILED
 
 
 def _as_send_error(error: BaseException) -> TectumError:

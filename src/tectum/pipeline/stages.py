@@ -1,123 +1,122 @@
-"""What the stages really do: fetch, decode and prepare, forward, stage. Here the rooms meet.
+"""What the stages of a request really do: fetch, prepare, forward into staging, deliver. Here the rooms meet.
 
-Owns the executors: one pool of threads for decoding and preparing, one thread for the forward, so that neither holds up
-the other and the event loop runs none of them. It knows no request's state; `pipeline.py` calls it when the ledger
-admits the stage.
+Owns the staging memory, the fetcher and the deliveries; the encoders are handed in (`Encoders`: threads of this process,
+or processes of their own). It knows no request's state; `pipeline.py` calls it when the ledger admits a stage.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
-import logging
-import os
-import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
-
-from PIL import Image
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Protocol
 
 from tectum.config import Settings
 from tectum.delivery.base import Deliveries
-from tectum.delivery.staging import StagingPool
-from tectum.errors import BadRequestError, InternalError, TectumError, UnavailableError
+from tectum.delivery.staging import Lease, StagingPool
+from tectum.errors import TectumError
 from tectum.media.fetch import Fetcher
-from tectum.media.image import decode_image
-from tectum.media.policy import MediaPolicy
-from tectum.media.source import item_bytes, needs_fetch
+from tectum.media.source import needs_fetch
+from tectum.pipeline.limits import media_policy
 from tectum.pipeline.pipeline import PreparedPart, Staged
-from tectum.pipeline.threads import run_to_end
-from tectum.types import Destination, EncodeRequest, MediaItem, Modality, RequestMetadata
+from tectum.types import Destination, EncodeRequest, MediaItem
 
-if TYPE_CHECKING:
-    from tectum.models.adapter import Adapter
 
-log = logging.getLogger("tectum.stages")
+class Encoders(Protocol):
+    """One or more loaded encoders, each a lane: it prepares requests, keeps their inputs, and runs one forward at a time.
+
+    lanes: how many. fuses: whether requests share a forward. on_lane_lost: called with the lane whose encoder died;
+    what it had prepared is gone.
+    """
+
+    lanes: int
+    fuses: bool
+    on_lane_lost: Callable[[int], None]
+
+    async def start(self, pool: StagingPool) -> None:
+        """Load and warm up; rows will be written into leases of `pool`. Raises StartupError."""
+
+    async def stop(self) -> None:
+        """End what `start` began. Idempotent."""
+
+    async def prepare(self, request: EncodeRequest) -> PreparedPart:
+        """Decode and preprocess on some lane. Raises TectumError that names the item at fault."""
+
+    def forget(self, part: PreparedPart) -> None:
+        """The inputs of `part` are not needed any more. Idempotent."""
+
+    async def forward(self, batch: Sequence[PreparedPart], leases: Sequence[Lease]) -> list[TectumError | None]:
+        """One forward over parts of one lane, rows written to their leases; for each None, or its error.
+
+        When it ends, however it ends, nobody writes to the leases any more. Raises what fails for all of them.
+        """
 
 
 class Stages:
-    """The real `Work` of a pipeline, around one loaded encoder. An async context manager."""
+    """The real `Work` of a pipeline. An async context manager: inside it the encoders run.
 
-    def __init__(self, adapter: Adapter, settings: Settings, deliveries: Deliveries | None = None) -> None:
-        import torch
+    deliveries: how rows are pushed; entered by the caller, who leaves it after this.
+    """
 
-        self.adapter = adapter
+    def __init__(self, encoders: Encoders, settings: Settings, deliveries: Deliveries | None = None) -> None:
+        self.encoders = encoders
         self.deliveries = deliveries or Deliveries({})
-        self._settings = settings
-        self.policy = media_policy(settings)
-        cuda = adapter.device.type == "cuda"
-        self.pool = StagingPool(settings.max_staged_bytes, cuda=cuda)
-        self._fetcher = Fetcher(self.policy)
-        cores = os.cpu_count() or 1
-        forward_threads = settings.forward_threads or max(1, cores - 1)
-        self._prepare_threads = ThreadPoolExecutor(
-            settings.prepare_threads, "tectum-prepare", initializer=torch.set_num_threads, initargs=(1,)
-        )
-        self._forward_thread = ThreadPoolExecutor(
-            1, "tectum-forward", initializer=torch.set_num_threads, initargs=(forward_threads,)
-        )
+        self.lanes = encoders.lanes
+        self.pool = StagingPool(settings.max_staged_bytes)
+        self._fetcher = Fetcher(media_policy(settings))
+        self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Stages:
-        await self._fetcher.__aenter__()
+        self._open.callback(self.pool.close)
+        self._open.push_async_callback(self.encoders.stop)
+        try:
+            await self._open.enter_async_context(self._fetcher)
+            await self.encoders.start(self.pool)
+        except BaseException:
+            await self._open.aclose()
+            raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self.pool.close()
-        await self._fetcher.__aexit__(None, None, None)
-        for executor in (self._prepare_threads, self._forward_thread):
-            executor.shutdown(wait=False, cancel_futures=True)
+        await self._open.aclose()
 
-    async def warm_up(self) -> None:
-        """Run one small picture through every thread, so that the first caller pays for no lazy start."""
-        file = io.BytesIO()
-        Image.new("RGB", (224, 224), (128, 128, 128)).save(file, "JPEG")
-        item = MediaItem(Modality.IMAGE, data=file.getvalue())
-        request = EncodeRequest("warm-up", (item,))
-        threads = self._settings.prepare_threads
-        all_running = threading.Barrier(threads)
-
-        def prepare() -> PreparedPart:
-            all_running.wait(timeout=60)
-            return self._decode_and_prepare(request, {})
-
-        parts = await asyncio.gather(*(run_to_end(self._prepare_threads, prepare) for _ in range(threads)))
-        for result in await self.encode(parts[:1]):
-            if isinstance(result, TectumError):
-                raise result
-            self.free(result)
+    def watch_lanes(self, on_lost: Callable[[int], None]) -> None:
+        self.encoders.on_lane_lost = on_lost
 
     # --- prepare ---
 
     async def prepare(self, request: EncodeRequest) -> PreparedPart:
-        if request.modality not in self.adapter.modalities:
-            offered = ", ".join(sorted(self.adapter.modalities))
-            text = f"{self.adapter.family} does not encode {request.modality}; it encodes: {offered}"
-            raise BadRequestError("unsupported_modality", text)
         started = time.perf_counter()
         fetched = await self._fetch(request)
         fetch_ended = time.perf_counter()
-        part = await run_to_end(self._prepare_threads, self._decode_and_prepare, request, fetched)
+        part = await self.encoders.prepare(fetched)
         part.seconds = {"fetch": fetch_ended - started, "prepare": time.perf_counter() - fetch_ended}
         return part
 
-    async def _fetch(self, request: EncodeRequest) -> dict[int, bytes]:
-        """Bytes of the items that lie behind a URL, by index; all at once, and all given up when one fails."""
+    def forget(self, part: PreparedPart) -> None:
+        self.encoders.forget(part)
+
+    async def _fetch(self, request: EncodeRequest) -> EncodeRequest:
+        """The request with bytes in place of http(s) URLs; all fetched at once, and all given up when one fails."""
         tasks = {
             index: asyncio.ensure_future(self._fetch_item(index, item.url or ""))
             for index, item in enumerate(request.items)
             if needs_fetch(item)
         }
         if not tasks:
-            return {}
+            return request
         try:
             await asyncio.gather(*tasks.values())
         finally:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
-        return {index: task.result() for index, task in tasks.items()}
+        items = list(request.items)
+        for index, task in tasks.items():
+            items[index] = MediaItem(items[index].modality, data=task.result())
+        return replace(request, items=tuple(items))
 
     async def _fetch_item(self, index: int, url: str) -> bytes:
         try:
@@ -125,53 +124,38 @@ class Stages:
         except TectumError as error:
             raise error.at_item(index) from None
 
-    def _decode_and_prepare(self, request: EncodeRequest, fetched: dict[int, bytes]) -> PreparedPart:
-        """In a prepare thread: bytes → pictures → the adapter's inputs, with the metadata they imply."""
-        pictures = []
-        for index, item in enumerate(request.items):
-            try:
-                pictures.append(decode_image(item_bytes(item, self.policy, fetched.get(index)), self.policy))
-            except TectumError as error:
-                raise error.at_item(index) from None
-        prepared = self.adapter.prepare(pictures, request.options)
-        return PreparedPart(self._metadata(request, prepared.items), prepared)
-
-    def _metadata(self, request: EncodeRequest, items: Sequence[Any]) -> RequestMetadata:
-        return RequestMetadata(
-            req_id=request.req_id,
-            num_parts=request.num_parts,
-            part_idx=request.part_idx,
-            items=tuple(items),
-            width=self.adapter.width,
-            deepstack_layers=self.adapter.deepstack_layers,
-            dtype=self.adapter.dtype,
-        )
-
     # --- forward ---
 
     async def encode(self, batch: Sequence[PreparedPart]) -> list[Staged | TectumError]:
-        return await run_to_end(self._forward_thread, self._forward, batch)
-
-    def _forward(self, batch: Sequence[PreparedPart]) -> list[Staged | TectumError]:
-        """In the forward thread: one forward, then each member's rows are checked and staged on their own (R15)."""
-        import torch
-
+        """Memory for each member first; a member that gets none fails alone, before the forward."""
+        results: list[Staged | TectumError] = [self._staged(part) for part in batch]
+        admitted = [(part, got) for part, got in zip(batch, results, strict=True) if isinstance(got, Staged)]
+        if not admitted:
+            return results
         try:
-            encoded = self.adapter.encode([part.inputs for part in batch])
-        except torch.OutOfMemoryError:
-            text = "The forward ran out of memory; retry, or send smaller pictures"
-            raise UnavailableError("out_of_memory", text, retry_after=1.0) from None
-        results: list[Staged | TectumError] = []
-        for part, rows in zip(batch, encoded, strict=True):
-            try:
-                self.adapter.check(part.inputs, rows)
-                results.append(Staged(part.metadata, self.pool.stage((rows.rows, *rows.deepstack))))
-            except TectumError as error:
-                results.append(error)
-            except Exception as error:
-                log.exception("staging failed")
-                results.append(InternalError("internal", f"Unexpected {type(error).__name__} while staging rows"))
+            parts, staged = zip(*admitted, strict=True)
+            errors = await self.encoders.forward(parts, [each.lease for each in staged])
+        except BaseException:
+            for _, each in admitted:
+                self.free(each)
+            raise
+        for part, error in zip(parts, errors, strict=True):
+            if error is None:
+                self.forget(part)  # its rows are there: the inputs need not wait for the delivery
+        failed = {id(each): error for each, error in zip(staged, errors, strict=True) if error is not None}
+        for index, got in enumerate(results):
+            error = failed.get(id(got))
+            if error is not None and isinstance(got, Staged):
+                self.free(got)
+                results[index] = error
         return results
+
+    def _staged(self, part: PreparedPart) -> Staged | TectumError:
+        metadata = part.metadata
+        try:
+            return Staged(metadata, self.pool.lease(metadata.nbytes, 1 + metadata.deepstack_layers))
+        except TectumError as error:
+            return error
 
     # --- deliver ---
 
@@ -183,14 +167,3 @@ class Stages:
 
     def free(self, staged: Staged) -> None:
         self.pool.give_back(staged.lease)
-
-
-def media_policy(settings: Settings) -> MediaPolicy:
-    return MediaPolicy(
-        max_media_bytes=settings.max_media_bytes,
-        max_image_pixels=settings.max_image_pixels,
-        fetch_timeout=settings.fetch_timeout,
-        allow_http=settings.allow_http,
-        allow_private_urls=settings.allow_private_urls,
-        allowed_media_dir=settings.allowed_media_dir,
-    )

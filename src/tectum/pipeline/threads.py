@@ -23,11 +23,11 @@ async def run_to_end(executor: Executor, function: Callable[P, T], *args: P.args
         return await asyncio.shield(waiting)
     except asyncio.CancelledError:
         if not work.cancel():
-            await _outlast(waiting)
+            await outlast(waiting)
         raise
 
 
-async def _outlast(future: asyncio.Future[T]) -> None:
+async def outlast(future: asyncio.Future[T]) -> None:
     """Wait until `future` is done, however often the waiting is cancelled; its result is dropped."""
     while not future.done():
         try:

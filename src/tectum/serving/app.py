@@ -12,22 +12,20 @@ import tectum
 from tectum import catalogue
 from tectum.config import Settings
 from tectum.delivery.base import Deliveries
-from tectum.errors import TectumError, UnavailableError
+from tectum.errors import TectumError
 from tectum.observe.metrics import Metrics
 from tectum.pipeline.pipeline import Pipeline
 from tectum.serving import native, problems, sglang
 from tectum.serving.bodies import EncodeBody
 from tectum.serving.guard import Guard, read_token
+from tectum.serving.health import Health
+from tectum.workers.pool import WorkerPool
 
 
 def create_app(
-    pipeline: Pipeline,
-    card: dict[str, Any],
-    settings: Settings,
-    metrics: Metrics,
-    deliveries: Deliveries | None = None,
+    pipeline: Pipeline, pool: WorkerPool, settings: Settings, metrics: Metrics, deliveries: Deliveries
 ) -> FastAPI:
-    """The ASGI application. `card` describes the model for `/v1/models`; `deliveries` are needed for SGLang's doors.
+    """The ASGI application, on a pipeline, the encoders that work for it, and the deliveries of its rows.
 
     Raises StartupError when the token file cannot be read, or a setting of the receivers is wrong.
     """
@@ -37,11 +35,13 @@ def create_app(
         description="Vision encoders as a service: rows for a language model that runs elsewhere.",
         redoc_url=None,
     )
+    health = Health(pipeline, pool, settings)
     problems.install(app)
     app.include_router(native.router(pipeline, settings))
-    if settings.transfer_backend != "none" and deliveries is not None:
-        app.include_router(sglang.router(pipeline, deliveries, settings))
-    _add_pages(app, pipeline, card, settings, metrics)
+    if settings.transfer_backend != "none":
+        app.include_router(sglang.router(sglang.Doors(pipeline, deliveries, settings), health, settings))
+    _add_health(app, pipeline, pool, health)
+    _add_pages(app, pool, settings, metrics)
     _add_catalogue(app)
     app.openapi = _documented(app.openapi)  # type: ignore[method-assign]
     token = read_token(settings.token_file)
@@ -54,20 +54,29 @@ def _refusal(path: str, error: TectumError) -> Response:
     return sglang.refusal(error) if path in sglang.PATHS else problems.problem_response(error)
 
 
-def _add_pages(app: FastAPI, pipeline: Pipeline, card: dict[str, Any], settings: Settings, metrics: Metrics) -> None:
+def _add_health(app: FastAPI, pipeline: Pipeline, pool: WorkerPool, health: Health) -> None:
+    """Probes. None of them waits for work, so that they never queue behind it."""
+
     @app.get("/health/live", tags=["health"], summary="The process answers")
     async def live() -> Response:
         return JSONResponse({"status": "live"})
 
     @app.get("/health/ready", tags=["health"], summary="New work is taken")
     async def ready() -> Response:
-        if pipeline.ledger.closing:
-            raise UnavailableError("shutting_down", "The encoder is shutting down", retry_after=1.0)
-        return JSONResponse({"status": "ready", "live_requests": len(pipeline.ledger)})
+        health.check_ready()
+        return JSONResponse({"status": "ready", "live_requests": len(pipeline.ledger), "workers_up": pool.up})
 
+    @app.get("/health/progress", tags=["health"], summary="Work that was accepted gets done")
+    async def progress() -> Response:
+        """Unhealthy when an encoder with pending work has finished no step for three quarters of `--stall-timeout`."""
+        stalled = health.check_progress()
+        return JSONResponse({"status": "progressing", "stalled_s": round(stalled, 3), "workers": pool.describe()})
+
+
+def _add_pages(app: FastAPI, pool: WorkerPool, settings: Settings, metrics: Metrics) -> None:
     @app.get("/v1/models", tags=["native"], summary="The model that is served")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [card]})
+        return JSONResponse({"object": "list", "data": [pool.card]})
 
     @app.get("/v1/limits", tags=["native"], summary="The limits in force")
     async def limits() -> Response:

@@ -14,7 +14,7 @@ from tectum.errors import BadRequestError, StartupError, TectumError
 from tectum.serving.problems import problem_response
 
 #: paths that answer without a token: probes need no secret, and an error's page is the same for everybody
-OPEN_PATHS = frozenset({"/health", "/health_generate", "/health/live", "/health/ready"})
+OPEN_PATHS = frozenset({"/health", "/health_generate", "/health/live", "/health/ready", "/health/progress"})
 OPEN_PREFIXES = ("/errors/", "/api/errors/")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
@@ -14,13 +15,17 @@ from starlette.types import Receive, Scope, Send
 from tectum.config import Settings
 from tectum.delivery import wire
 from tectum.lifecycle.events import Milestone, Reason
-from tectum.pipeline.pipeline import Job, Pipeline
+from tectum.pipeline.pipeline import Job, Pipeline, Staged
+from tectum.pipeline.threads import run_to_end
 from tectum.serving.bodies import REQ_ID, read_encode_request
 from tectum.serving.presence import Caller, CallerGoneError
 from tectum.types import EncodeRequest
 
 InPath = Annotated[str, Path(max_length=256, pattern=REQ_ID, description="Id of a request.")]
 SAFETENSORS = "application/x-safetensors"
+#: rows of more bytes than this are packed in a thread
+IN_THREAD = 512 * 1024
+_PACKING = ThreadPoolExecutor(1, "tectum-pack")
 _PROBLEM = {"content": {"application/problem+json": {"schema": {"type": "object"}}}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "The request or its media is at fault.", **_PROBLEM},
@@ -132,22 +137,18 @@ async def _hold(pipeline: Pipeline, request: EncodeRequest, caller: Caller) -> N
 
 async def _answer_rows(caller: Caller, job: Job) -> None:
     assert job.staged is not None, "only staged rows are delivered"
-    await caller.answer(200, _headers(job, SAFETENSORS), _pack_rows(job))
+    await caller.answer(200, _headers(job, SAFETENSORS), await _packed(job.staged))
 
 
-def _pack_rows(job: Job) -> bytes:
-    """A job's staged rows in the wire format."""
-    assert job.staged is not None, "only staged rows are packed"
-    metadata = job.staged.metadata
-    rows, *deepstack = job.staged.lease.arrays()
-    return wire.pack(
-        rows=rows,
-        item_rows=metadata.item_rows,
-        grid_thw=metadata.grid_thw,
-        deepstack=deepstack,
-        dtype=metadata.dtype,
-        req_id=metadata.req_id,
-    )
+async def _packed(staged: Staged) -> bytes:
+    """The rows in the wire format; large ones are copied and summed in a thread, so that the event loop goes on.
+
+    The thread outlasts a caller that hangs up: it reads memory that is given back when this ends.
+    """
+    views = staged.lease.views()
+    if staged.metadata.nbytes <= IN_THREAD:
+        return wire.pack_staged(staged.metadata, views)
+    return await run_to_end(_PACKING, wire.pack_staged, staged.metadata, views)
 
 
 def _headers(job: Job, content_type: str) -> dict[str, str]:

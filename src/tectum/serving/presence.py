@@ -66,8 +66,9 @@ class Caller:
         head = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
         head.append((b"content-length", str(len(body)).encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": head})
+        pieces = memoryview(body)
         for start in range(0, len(body), CHUNK):
-            await self._send({"type": "http.response.body", "body": body[start : start + CHUNK], "more_body": True})
+            await self._send({"type": "http.response.body", "body": pieces[start : start + CHUNK], "more_body": True})
         # An empty piece waits until the socket took the last one; then the watcher has its turn. Only now is a
         # disconnect still a hang-up: after the closing message the server reports one for every answer.
         await self._send({"type": "http.response.body", "body": b"", "more_body": True})

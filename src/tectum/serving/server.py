@@ -13,31 +13,29 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 
 import uvicorn
 import uvloop
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from tectum.config import Settings
 from tectum.delivery.base import Deliveries, deliveries
 from tectum.errors import StartupError
-from tectum.models.adapter import Adapter
-from tectum.models.load import load_adapter
 from tectum.observe import logs
 from tectum.observe.metrics import Metrics
 from tectum.pipeline.pipeline import Pipeline
 from tectum.pipeline.service import running_pipeline
+from tectum.pipeline.stages import Stages
 from tectum.serving.app import create_app
+from tectum.workers.pool import WorkerPool
 
 log = logging.getLogger("tectum.server")
 
 #: seconds that an idle connection is kept: longer than our clients keep theirs, so that they never meet a closed one
 KEEP_ALIVE = 75
-#: seconds between two threads' turns at the interpreter; the default of 5 ms makes health probes wait behind preparing
-SWITCH_INTERVAL = 0.005
 
 
 def serve(model: str, settings: Settings, console: Console | None = None) -> int:
@@ -50,10 +48,8 @@ def serve(model: str, settings: Settings, console: Console | None = None) -> int
     logs.configure(settings.log_level)
     listener = bind(settings.host, settings.port)
     with listener:
-        sending = deliveries(settings)
-        adapter = _load(model, settings, console)
-        sys.setswitchinterval(SWITCH_INTERVAL)
-        return uvloop.run(_serve(adapter, settings, sending, listener, console))
+        sending = deliveries(settings)  # before the minutes of loading: a library may be missing
+        return uvloop.run(_serve(model, settings, sending, listener, console))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -77,16 +73,18 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _serve(
-    adapter: Adapter, settings: Settings, sending: Deliveries, listener: socket.socket, console: Console
-) -> int:
+async def _serve(model: str, settings: Settings, sending: Deliveries, listener: socket.socket, console: Console) -> int:
     metrics = Metrics()
-    async with (
-        sending,
-        running_pipeline(adapter, settings, (metrics, logs.RequestLog()), sending) as pipeline,
-    ):
-        metrics.watch(pipeline.ledger)
-        app = create_app(pipeline, model_card(adapter), settings, metrics, sending)
+    async with AsyncExitStack() as open_:
+        await open_.enter_async_context(sending)
+        with _loading(model, settings, console) as tell:
+            pool = WorkerPool(model, settings, tell)
+            stages = await open_.enter_async_context(Stages(pool, settings, sending))
+        _say_loaded(pool, console)
+        observers = (metrics, logs.RequestLog())
+        pipeline = await open_.enter_async_context(running_pipeline(stages, settings, observers))
+        metrics.watch(pipeline.ledger, pool)
+        app = create_app(pipeline, pool, settings, metrics, sending)
         server = _Server(
             uvicorn.Config(
                 app,
@@ -157,35 +155,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _load(model: str, settings: Settings, console: Console) -> Adapter:
-    """Load the encoder, with a progress bar on a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+@contextlib.contextmanager
+def _loading(model: str, settings: Settings, console: Console) -> Iterator[Callable[[int, str, float], None]]:
+    """A progress bar for each encoder process, on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"loading {model}", total=1.0)
-        adapter = load_adapter(
-            model,
-            device=settings.device,
-            dtype=settings.dtype,
-            progress=lambda what, fraction: bar.update(task, description=what, completed=fraction),
-        )
-    size = adapter.encoder_bytes / 1e6
-    console.print(
-        f"loaded {adapter.family} encoder: {size:.1f} MB of {adapter.dtype} on {adapter.device}", highlight=False
-    )
-    return adapter
+        tasks = [bar.add_task(f"{number}: starting {model}", total=1.0) for number in range(settings.workers)]
+        yield lambda lane, what, fraction: bar.update(tasks[lane], description=f"{lane}: {what}", completed=fraction)
 
 
-def model_card(adapter: Adapter) -> dict[str, Any]:
-    """The entry of `/v1/models`, in OpenAI's form, with what a receiver has to know."""
-    return {
-        "id": adapter.model_id,
-        "object": "model",
-        "owned_by": "tectum",
-        "family": adapter.family,
-        "architecture": adapter.architecture,
-        "modalities": sorted(adapter.modalities),
-        "width": adapter.width,
-        "deepstack_layers": adapter.deepstack_layers,
-        "dtype": adapter.dtype,
-        "encoder_bytes": adapter.encoder_bytes,
-    }
+def _say_loaded(pool: WorkerPool, console: Console) -> None:
+    card, many = pool.card, f" in {pool.lanes} processes" if pool.lanes > 1 else ""
+    size = f"{card['encoder_bytes'] / 1e6:.1f} MB of {card['dtype']} on {card['device']}{many}"
+    console.print(f"loaded {card['family']} encoder: {size}", highlight=False)

@@ -27,6 +27,7 @@ from tectum.errors import BadRequestError, DeliveryError, LifecycleError, Startu
 from tectum.lifecycle.events import Milestone
 from tectum.pipeline.pipeline import Pipeline
 from tectum.serving.bodies import ReqId
+from tectum.serving.health import Health
 from tectum.serving.native import Answer
 from tectum.serving.presence import Caller
 from tectum.serving.problems import from_validation
@@ -186,154 +187,119 @@ class Receivers:
         return zmq_destination(resolved, port)
 
 
-def router(pipeline: Pipeline, deliveries: Deliveries, settings: Settings) -> APIRouter:
-    """SGLang's routes, around one pipeline. Raises StartupError for receiver networks that are none."""
+class Doors:
+    """What stands behind the routes and the gRPC calls: one pipeline, and how receivers are reached."""
+
+    def __init__(self, pipeline: Pipeline, deliveries: Deliveries, settings: Settings) -> None:
+        """Raises StartupError `invalid_settings` for receiver networks that are none."""
+        self._pipeline = pipeline
+        self._deliveries = deliveries
+        self._settings = settings
+        self._patience = settings.send_timeout
+        self._receivers = Receivers(settings)
+
+    async def encode(self, request: EncodeRequest, addresses: Sequence[str]) -> RequestMetadata:
+        """Encode; return when `addresses`, or where there are none the receivers that register, have their rows.
+
+        Raises MMError.
+        """
+        destinations = [await self._receivers.destination(address) for address in addresses]
+        return await self._pipeline.deliver(request, destinations)
+
+    async def register(self, req_id: str, address: str, receive_count: int) -> None:
+        """Have the rows of `req_id` pushed to `address`, one of `receive_count`; returns when the request is there.
+
+        A request that failed has told its receivers why; one that registers too late for that is told now, within the
+        send time-out. Its call ends well then: SGLang makes a 502 of every registration that does not, and the end user
+        would not see the reason. Raises LifecycleError when the request was released or never came.
+        """
+        destination = await self._receivers.destination(address)
+        try:
+            await self._pipeline.register_destinations(req_id, [destination], receive_count)
+        except LifecycleError:
+            raise
+        except TectumError as error:
+            try:
+                async with asyncio.timeout(self._patience):
+                    await self._deliveries.notify(req_id, destination, error)
+            except (TimeoutError, DeliveryError):
+                raise error from None
+
+    async def metadata(self, req_id: str) -> RequestMetadata:
+        """Rows, width and bytes as soon as preprocessing knows them. Raises LifecycleError, or what it failed with."""
+        return await self._pipeline.wait(req_id, Milestone.METADATA, self._settings.max_metadata_wait)
+
+    async def send(self, req_id: str, address: str, receive_count: int) -> None:
+        """Deliver `req_id` to `address`, one of `receive_count`; return when it has the rows.
+
+        A receiver that was served before and asks again is answered when all are. Raises LifecycleError
+        (`request_released` with its reason, `request_not_found`), DeliveryError, or what the encode failed with.
+        """
+        destination = await self._receivers.destination(address)
+        with self._deliveries.receipt(req_id, destination) as receipt:
+            await self._pipeline.register_destinations(req_id, [destination], receive_count)
+            ended = asyncio.ensure_future(self._pipeline.wait(req_id, Milestone.ENDED, self._patience))
+            try:
+                await asyncio.wait((receipt, ended), return_when=asyncio.FIRST_COMPLETED)
+                (receipt if receipt.done() else ended).result()
+            finally:
+                ended.cancel()
+                await asyncio.gather(ended, return_exceptions=True)
+
+
+def router(doors: Doors, health: Health, settings: Settings) -> APIRouter:
+    """SGLang's routes: thin, each reads its body and asks one door."""
     api = APIRouter(tags=["sglang"])
-    receivers = Receivers(settings)
 
-    @api.post("/encode", summary="Encode one part for the receivers that wait for it")
-    async def encode(request: Request) -> Response:
-        """Answers `null` when every receiver has its rows."""
-        raw = await request.body()
+    async def encode(raw: bytes) -> None:
+        body = EncodeBody.model_validate_json(raw)
+        await doors.encode(body.to_request(settings), body.addresses())
 
-        async def work() -> None:
-            body = EncodeBody.model_validate_json(raw)
-            destinations = [await receivers.destination(address) for address in body.addresses()]
-            await encode_for_receivers(pipeline, body.to_request(settings), destinations)
+    async def scheduler_receive_url(raw: bytes) -> None:
+        body = RegisterBody.model_validate_json(raw)
+        await doors.register(body.req_id, body.receive_url, body.receive_count)
 
-        return _answer(raw, work, settings)
+    async def scheduler_receive_meta_data(raw: bytes) -> dict[str, Any]:
+        return sizes(await doors.metadata(MetadataBody.model_validate_json(raw).req_id))
 
-    @api.post("/scheduler_receive_url", summary="Register a receiver for one part")
-    async def scheduler_receive_url(request: Request) -> Response:
-        """May come before or after `/encode`. Answers `null` when the request is there, or its failure was sent on."""
-        raw = await request.body()
+    async def send(raw: bytes) -> None:
+        body = SendBody.model_validate_json(raw)
+        await doors.send(body.req_id, f"{body.prefill_host}:{body.embedding_port}", body.receive_count)
 
-        async def work() -> None:
-            body = RegisterBody.model_validate_json(raw)
-            destination = await receivers.destination(body.receive_url)
-            await register_receiver(
-                pipeline, deliveries, body.req_id, destination, body.receive_count, settings.send_timeout
-            )
+    async def probe() -> Response:
+        return Response(status_code=200 if health.good() else 503)
 
-        return _answer(raw, work, settings)
-
-    @api.post("/scheduler_receive_meta_data", summary="Sizes of one part, before its forward")
-    async def scheduler_receive_meta_data(request: Request) -> Response:
-        """Waits for preprocessing, at most `--max-metadata-wait`."""
-        raw = await request.body()
-
-        async def work() -> dict[str, Any]:
-            body = MetadataBody.model_validate_json(raw)
-            found = await pipeline.wait(body.req_id, Milestone.METADATA, settings.max_metadata_wait)
-            return sizes(found)
-
-        return _answer(raw, work, settings)
-
-    @api.post("/send", summary="Deliver one part to the receiver that asks")
-    async def send(request: Request) -> Response:
-        """Answers `null` when the receiver has the rows; 410, with the reason, when they were released."""
-        raw = await request.body()
-
-        async def work() -> None:
-            body = SendBody.model_validate_json(raw)
-            destination = await receivers.destination(f"{body.prefill_host}:{body.embedding_port}")
-            await deliver_to(pipeline, deliveries, body.req_id, destination, body.receive_count, settings.send_timeout)
-
-        return _answer(raw, work, settings)
-
-    async def health() -> Response:
-        """200 while the encoder does its work; an empty body, as SGLang's."""
-        return Response(status_code=200 if healthy(pipeline, settings) else 503)
-
-    api.add_api_route("/health", health, methods=["GET"], summary="The encoder does its work")
-    api.add_api_route("/health_generate", health, methods=["GET"], summary="The encoder does its work")
+    for path, work, summary in (
+        ("/encode", encode, "Encode one part; answers when every receiver has its rows"),
+        (
+            "/scheduler_receive_url",
+            scheduler_receive_url,
+            "Register a receiver for one part, before or after its /encode",
+        ),
+        ("/scheduler_receive_meta_data", scheduler_receive_meta_data, "Sizes of one part, before its forward"),
+        ("/send", send, "Deliver one part to the receiver that asks"),
+    ):
+        api.add_api_route(path, _route(work, settings), methods=["POST"], summary=summary)
+    for path in ("/health", "/health_generate"):
+        api.add_api_route(path, probe, methods=["GET"], summary="The encoder does its work")
     return api
 
 
-async def encode_for_receivers(pipeline: Pipeline, request: EncodeRequest, destinations: Sequence[Destination]) -> None:
-    """Encode; return when `destinations`, or where there are none the receivers that register, have their rows.
+def _route(work: Callable[[bytes], Awaitable[Any]], settings: Settings) -> Callable[[Request], Awaitable[Response]]:
+    """A route that works on the raw body while its caller waits."""
 
-    Raises MMError.
-    """
-    if not destinations:
-        await pipeline.deliver(request)
-        return
-    registering = asyncio.create_task(
-        pipeline.register_destinations(request.req_id, destinations, len(set(destinations)))
-    )
-    try:
-        await pipeline.deliver(request)
-    finally:
-        registering.cancel()
-        await asyncio.gather(registering, return_exceptions=True)
+    async def route(request: Request) -> Response:
+        return _answer(await request.body(), work, settings)
+
+    return route
 
 
-async def register_receiver(
-    pipeline: Pipeline,
-    deliveries: Deliveries,
-    req_id: str,
-    destination: Destination,
-    receive_count: int,
-    patience: float,
-) -> None:
-    """Have the rows of `req_id` pushed to `destination`, one of `receive_count`.
-
-    A request that failed has told its receivers why; one that registers too late for that is told now, within `patience`
-    seconds. Its call ends well then: SGLang makes a 502 of every registration that does not, and the end user would not
-    see the reason. Raises LifecycleError when the request was released or never came.
-    """
-    try:
-        await pipeline.register_destinations(req_id, [destination], receive_count)
-    except LifecycleError:
-        raise
-    except TectumError as error:
-        try:
-            async with asyncio.timeout(patience):
-                await deliveries.notify(req_id, destination, error)
-        except (TimeoutError, DeliveryError):
-            raise error from None
-
-
-async def deliver_to(
-    pipeline: Pipeline,
-    deliveries: Deliveries,
-    req_id: str,
-    destination: Destination,
-    receive_count: int,
-    patience: float,
-) -> None:
-    """Deliver `req_id` to `destination`, one of `receive_count`; return when it has the rows.
-
-    A receiver that was served before and asks again is answered when all are. Raises LifecycleError (`request_released`
-    with its reason, `request_not_found`), DeliveryError, or what the encode failed with.
-    """
-    with deliveries.receipt(req_id, destination) as receipt:
-        await pipeline.register_destinations(req_id, [destination], receive_count)
-        ended = asyncio.ensure_future(pipeline.wait(req_id, Milestone.ENDED, patience))
-        try:
-            await asyncio.wait((receipt, ended), return_when=asyncio.FIRST_COMPLETED)
-            (receipt if receipt.done() else ended).result()
-        finally:
-            ended.cancel()
-            await asyncio.gather(ended, return_exceptions=True)
-
-
-def healthy(pipeline: Pipeline, settings: Settings) -> bool:
-    """Whether work is taken and gets on: no stage holds a request for longer than an encode may take after its release."""
-    now = asyncio.get_running_loop().time()
-    stuck = any(
-        life.reason is not None and life.stage_open and now - life.last_activity > settings.encode_timeout
-        for life in pipeline.ledger.lives()
-    )
-    return not (pipeline.ledger.closing or stuck)
-
-
-def _answer(raw: bytes, work: Callable[[], Awaitable[Any]], settings: Settings) -> Response:
+def _answer(raw: bytes, work: Callable[[bytes], Awaitable[Any]], settings: Settings) -> Response:
     """Do the work while the caller waits, and answer with what it returns, or in SGLang's error form."""
 
     async def answering(caller: Caller) -> None:
         try:
-            found = await work()
+            found = await work(raw)
         except ValidationError as error:
             await _refuse(caller, from_validation(error), _req_id(raw))
         except TectumError as error:

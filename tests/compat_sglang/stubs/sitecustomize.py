@@ -14,7 +14,7 @@ class _BeforeTorchvision(MetaPathFinder):
             self.library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             self.library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             _kept.append(self.library)
-        return None
+        return
 
 
 _kept = []

@@ -47,6 +47,14 @@ class Outcomes(Checker):
                 if waiter.life == ended.life and waiter.kind in ("caller", "wait") and not waiter.gone:
                     self.must(waiter.answers, f"life {ended.life} ended and its {waiter.kind} was not told")
 
+        if isinstance(step.event, world.E.InputsLost) and step.life is not None and not step.was_ended:
+            ended = step.first(world.E.Ended)
+            waited = step.life.size is not None and not step.life.staged and step.life.stage is None
+            self.must((ended is not None) == waited, "only what waits for its forward ends with its encoder")
+            if ended is not None:
+                self.must(ended.reason == world.E.Reason.WORKER_LOST, f"lost with its encoder, yet {ended.reason}")
+                self.must(ended.error.status == 503 and ended.error.retryable, "the caller is not told to retry")
+
     def at_end(self, world: World) -> None:
         for life in world.lives.values():
             self.must(life.ended is not None, f"life {life.life} has no outcome")

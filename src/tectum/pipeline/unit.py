@@ -1,0 +1,164 @@
+"""One loaded encoder and all that is done with it: decode, prepare, forward, write the rows. Plain blocking calls.
+
+Owns the order of these steps for one part, and nothing else: no threads, no queues, no states. The same unit works inside
+the caller's process (`local.py`) and inside an encoder process (`tectum.workers`).
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from PIL import Image
+
+from tectum.errors import BadRequestError, InternalError, TectumError, UnavailableError
+from tectum.media.image import decode_image
+from tectum.media.policy import MediaPolicy
+from tectum.media.source import item_bytes
+from tectum.types import EncodeRequest, MediaItem, Modality, RequestMetadata
+
+if TYPE_CHECKING:
+    from tectum.models.adapter import Adapter, EncodedRows, Prepared
+
+log = logging.getLogger("tectum.unit")
+
+
+class EncoderUnit:
+    """`prepare` may be called from several threads at once, `forward` from one."""
+
+    def __init__(self, adapter: Adapter, policy: MediaPolicy) -> None:
+        self.adapter = adapter
+        self.policy = policy
+        self._stream = torch.cuda.Stream(adapter.device) if adapter.device.type == "cuda" else None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether rows come from a device, so that waiting for them blocks."""
+        return self._stream is not None
+
+    def prepare(self, request: EncodeRequest) -> tuple[RequestMetadata, Prepared]:
+        """Media of `request` (bytes, base64, data: or allowed file: URLs) → the tower's inputs and what they will yield.
+
+        Raises BadRequestError that names the item at fault.
+        """
+        if request.modality not in self.adapter.modalities:
+            offered = ", ".join(sorted(self.adapter.modalities))
+            text = f"{self.adapter.family} does not encode {request.modality}; it encodes: {offered}"
+            raise BadRequestError("unsupported_modality", text)
+        pictures = []
+        for index, item in enumerate(request.items):
+            try:
+                pictures.append(decode_image(item_bytes(item, self.policy, None), self.policy))
+            except TectumError as error:
+                raise error.at_item(index) from None
+        prepared = self.adapter.prepare(pictures, request.options)
+        return self._metadata(request, prepared), prepared
+
+    def forward(self, batch: Sequence[Prepared], slots: Sequence[memoryview]) -> Landing:
+        """One forward for the batch; each member's rows are checked and written to its slot on their own (R15).
+
+        Raises what fails for the batch as a whole, UnavailableError `out_of_memory` among it.
+        """
+        try:
+            encoded = self.adapter.encode(batch)
+        except torch.OutOfMemoryError:
+            text = "The forward ran out of memory; retry, or send smaller pictures"
+            raise UnavailableError("out_of_memory", text, retry_after=1.0) from None
+        return Landing([self._land(*member) for member in zip(batch, encoded, slots, strict=True)])
+
+    def warm_up(self) -> None:
+        """Run one small picture through every step, so that the first caller pays for no lazy start."""
+        file = io.BytesIO()
+        Image.new("RGB", (224, 224), (128, 128, 128)).save(file, "JPEG")
+        request = EncodeRequest("warm-up", (MediaItem(Modality.IMAGE, data=file.getvalue()),))
+        metadata, prepared = self.prepare(request)
+        for error in self.forward([prepared], [memoryview(bytearray(metadata.nbytes))]).wait():
+            if error is not None:
+                raise error
+
+    def _metadata(self, request: EncodeRequest, prepared: Prepared) -> RequestMetadata:
+        return RequestMetadata(
+            req_id=request.req_id,
+            num_parts=request.num_parts,
+            part_idx=request.part_idx,
+            items=tuple(prepared.items),
+            width=self.adapter.width,
+            deepstack_layers=self.adapter.deepstack_layers,
+            dtype=self.adapter.dtype,
+        )
+
+    def _land(self, prepared: Prepared, encoded: EncodedRows, slot: memoryview) -> Callable[[], None]:
+        """Check one member's rows and send them towards its slot; the returned call waits for them there."""
+        try:
+            self.adapter.check(prepared, encoded)
+            arrays = (encoded.rows, *encoded.deepstack)
+            if self._stream is None:
+                _write(arrays, slot)
+                return _nothing
+            return self._land_from_device(arrays, slot, self._stream)
+        except TectumError as error:
+            return _raising(error)
+        except Exception as error:
+            log.exception("writing rows failed")
+            return _raising(InternalError("internal", f"Unexpected {type(error).__name__} while staging rows"))
+
+    def _land_from_device(
+        self, arrays: Sequence[torch.Tensor], slot: memoryview, stream: torch.cuda.Stream
+    ) -> Callable[[], None]:
+        """Copy on a stream of its own into pinned memory, so that the next forward need not wait; then to the slot."""
+        stream.wait_stream(torch.cuda.current_stream(self.adapter.device))
+        with torch.cuda.stream(stream):
+            pinned = [torch.empty(array.shape, dtype=array.dtype, pin_memory=True) for array in arrays]
+            for host, array in zip(pinned, arrays, strict=True):
+                host.copy_(array, non_blocking=True)
+                array.record_stream(stream)
+            copied = torch.cuda.Event()
+            copied.record(stream)
+
+        def finish() -> None:
+            copied.synchronize()
+            _write(pinned, slot)
+
+        return finish
+
+
+class Landing:
+    """Rows on their way to their slots."""
+
+    def __init__(self, members: list[Callable[[], None]]) -> None:
+        self._members = members
+
+    def wait(self) -> list[TectumError | None]:
+        """Block until all rows are in their slots: for each member None, or the error it failed with."""
+        return [_outcome(member) for member in self._members]
+
+
+def _outcome(finish: Callable[[], None]) -> TectumError | None:
+    try:
+        finish()
+    except TectumError as error:
+        return error
+    return None
+
+
+def _write(arrays: Sequence[torch.Tensor], slot: memoryview) -> None:
+    """The arrays' bytes, one after the other."""
+    start = 0
+    for array in arrays:
+        target = torch.frombuffer(slot, dtype=array.dtype, count=array.numel(), offset=start)
+        target.view(array.shape).copy_(array)
+        start += array.nbytes
+    assert start == len(slot), "a slot is as large as its rows"
+
+
+def _raising(error: TectumError) -> Callable[[], None]:
+    def finish() -> None:
+        raise error
+
+    return finish
+
+
+def _nothing() -> None: ...

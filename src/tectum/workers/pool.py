@@ -1,0 +1,263 @@
+"""The encoder processes of one service: work is routed to them, and one that dies or stalls is replaced.
+
+Owns which lane does what. It offers `Encoders` to the stages; a request's life is not its concern: it fails what ran on
+a dead process with `worker_lost`, and says that the lane was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tectum.config import Settings
+from tectum.delivery.staging import Lease, StagingPool
+from tectum.errors import TectumError, UnavailableError
+from tectum.pipeline.limits import fuses
+from tectum.pipeline.pipeline import PreparedPart
+from tectum.pipeline.threads import outlast
+from tectum.types import EncodeRequest
+from tectum.workers import messages
+from tectum.workers.messages import Encode, Encoded, Failed, Forget, FromEncoder, Prepared
+from tectum.workers.process import WorkerProcess
+from tectum.workers.router import choose
+
+log = logging.getLogger("tectum.workers")
+
+#: seconds before a process that ended is started again: doubled each time it does not last, up to the second number
+BACKOFF, LONGEST_BACKOFF = 0.25, 30.0
+#: a process that lived this long (seconds) is started again without further delay
+PROVEN = 60.0
+#: patches that a request is taken for until they are known
+USUAL_PATCHES = 1024
+
+
+class _Lane:
+    """One encoder process after another, and what the present one has to do."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.process: WorkerProcess | None = None  # the one that is up
+        self.pending: dict[int, asyncio.Future[Any]] = {}  # ticket or batch -> whoever awaits it
+        self.queued: dict[int, int] = {}  # ticket -> patches of what is prepared or on its way
+        self.last_step = 0.0  # when something was finished last, or the first thing began
+        self.watch: asyncio.TimerHandle | None = None  # the next look at whether it stalls
+
+
+class WorkerPool:
+    """`Encoders` in `settings.workers` processes, each with the encoder of `model`.
+
+    tell: called with lane, what is being loaded, and the fraction done. card: the model's, once started.
+    """
+
+    def __init__(self, model: str, settings: Settings, tell: Callable[[int, str, float], None] | None = None) -> None:
+        self.lanes = settings.workers
+        self.fuses = False
+        self.on_lane_lost: Callable[[int], None] = _nothing
+        self.card: dict[str, Any] = {}
+        self.restarts = 0
+        self._model = model
+        self._settings = settings
+        self._tell = tell or _silent
+        self._lanes = [_Lane(number) for number in range(self.lanes)]
+        self._numbers = itertools.count(1)  # tickets and batches; 0 is the start
+        self._keepers: list[asyncio.Task[None]] = []
+
+    # --- start and end ---
+
+    async def start(self, pool: StagingPool) -> None:
+        """Start all processes at once. Raises StartupError as loading does; then none is left."""
+        self._loop = asyncio.get_running_loop()
+        self._staging_fd = pool.fd
+        starting = [asyncio.ensure_future(self._launch(lane)) for lane in self._lanes]
+        try:
+            await asyncio.gather(*starting)
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+            await self.stop()
+            raise
+        self.fuses = fuses(self._settings, self.card["device"])
+        self._keepers = [asyncio.ensure_future(self._keep_up(lane)) for lane in self._lanes]
+
+    async def stop(self) -> None:
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        up = [lane.process for lane in self._lanes if lane.process is not None]
+        await asyncio.gather(*(process.stop() for process in up))
+        for lane in self._lanes:
+            lane.process = None
+            if lane.watch is not None:
+                lane.watch.cancel()
+            self._forget_all(lane)
+
+    async def _launch(self, lane: _Lane) -> None:
+        process = WorkerProcess(lane.number, lambda message: self._take(lane, message))
+
+        def tell(what: str, fraction: float) -> None:
+            self._tell(lane.number, what, fraction)
+
+        self.card = await process.launch(self._model, self._settings, self._staging_fd, tell)
+        lane.process = process
+
+    async def _keep_up(self, lane: _Lane) -> None:
+        """Replace the process of a lane whenever it ends."""
+        delay = BACKOFF
+        while True:
+            assert lane.process is not None, "a lane that is kept up has a process"
+            process, began = lane.process, self._loop.time()
+            await asyncio.shield(process.gone)
+            log.error("encoder process %d (lane %d) ended; it is replaced", process.pid, lane.number)
+            lane.process = None
+            self._forget_all(lane)
+            self.on_lane_lost(lane.number)
+            delay = BACKOFF if self._loop.time() - began > PROVEN else delay
+            while lane.process is None:
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, LONGEST_BACKOFF)
+                self.restarts += 1
+                try:
+                    await self._launch(lane)
+                except TectumError as error:
+                    log.error("lane %d cannot be started again: %s", lane.number, error)
+            log.warning("lane %d is up again as process %d", lane.number, lane.process.pid)
+
+    def _forget_all(self, lane: _Lane) -> None:
+        """Its process is gone: whoever waits for it learns that."""
+        pending, lane.pending = lane.pending, {}
+        lane.queued.clear()
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(_worker_lost("The encoder process that worked on this request died; retry"))
+
+    # --- what the stages ask ---
+
+    async def prepare(self, request: EncodeRequest) -> PreparedPart:
+        """Raises UnavailableError `worker_lost` when no process is up, or the chosen one dies."""
+        loads = {lane.number: sum(lane.queued.values()) for lane in self._lanes if lane.process is not None}
+        if not loads:
+            raise _worker_lost("No encoder process is up; one is being started")
+        lane = self._lanes[choose(loads, _content_hint(request))]
+        ticket = next(self._numbers)
+        lane.queued[ticket] = USUAL_PATCHES
+        try:
+            answer = await self._ask(lane, ticket, messages.to_prepare(ticket, request))
+        except BaseException:
+            self._drop(lane, ticket)
+            raise
+        assert isinstance(answer, Prepared), "a prepare is answered by its metadata"
+        if ticket in lane.queued:
+            lane.queued[ticket] = answer.metadata.patches
+        return PreparedPart(answer.metadata, ticket, lane.number)
+
+    def forget(self, part: PreparedPart) -> None:
+        self._drop(self._lanes[part.lane], part.ticket)
+
+    async def forward(self, batch: Sequence[PreparedPart], leases: Sequence[Lease]) -> list[TectumError | None]:
+        lane = self._lanes[batch[0].lane]
+        if any(part.ticket not in lane.queued for part in batch):
+            raise _worker_lost("The encoder process that held this request died; retry")
+        number = next(self._numbers)
+        members = [(part.ticket, lease.offset, lease.nbytes) for part, lease in zip(batch, leases, strict=True)]
+        answer = await self._ask(lane, number, Encode(number, members))
+        assert isinstance(answer, Encoded), "an encode is answered member by member"
+        for part, problem in zip(batch, answer.errors, strict=True):
+            if problem is None:
+                lane.queued.pop(part.ticket, None)  # there its inputs are gone already
+        return [None if problem is None else messages.error_of(problem) for problem in answer.errors]
+
+    async def _ask(self, lane: _Lane, number: int, message: messages.Message) -> Any:
+        """Send work and await its end. A cancelled encode is awaited all the same: it still writes to staging memory."""
+        assert lane.process is not None, "work is given to a lane that is up"
+        if not lane.pending:
+            lane.last_step = self._loop.time()
+        if lane.watch is None:
+            lane.watch = self._loop.call_later(self._settings.stall_timeout, self._look, lane)
+        future = lane.pending[number] = self._loop.create_future()
+        lane.process.send(message)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            if isinstance(message, Encode):
+                await outlast(future)
+            else:
+                lane.pending.pop(number, None)
+            raise
+
+    def _drop(self, lane: _Lane, ticket: int) -> None:
+        if lane.queued.pop(ticket, None) is not None and lane.process is not None:
+            lane.process.send(Forget(ticket))
+
+    # --- what the processes say ---
+
+    def _take(self, lane: _Lane, message: FromEncoder) -> None:
+        lane.last_step = self._loop.time()
+        if isinstance(message, Failed):
+            future = lane.pending.pop(message.number, None)
+            if future is not None and not future.done():
+                future.set_exception(messages.error_of(message.problem))
+        elif isinstance(message, (Prepared, Encoded)):
+            number = message.ticket if isinstance(message, Prepared) else message.batch
+            future = lane.pending.pop(number, None)
+            if future is not None and not future.done():
+                future.set_result(message)
+
+    # --- health ---
+
+    @property
+    def up(self) -> int:
+        """How many processes are up."""
+        return sum(lane.process is not None for lane in self._lanes)
+
+    def stalled_for(self) -> float:
+        """The longest time (seconds) that a process with pending work has not finished any step of it; 0 when idle."""
+        now = self._loop.time()
+        return max((now - lane.last_step for lane in self._lanes if lane.pending), default=0.0)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Each lane: its process, and what it has to do."""
+        return [
+            {
+                "lane": lane.number,
+                "pid": None if lane.process is None else lane.process.pid,
+                "pending": len(lane.pending),
+                "queued_patches": sum(lane.queued.values()),
+            }
+            for lane in self._lanes
+        ]
+
+    def _look(self, lane: _Lane) -> None:
+        """Replace a process that has finished nothing for too long; look again as long as it has work."""
+        lane.watch = None
+        if lane.process is None or not lane.pending:
+            return
+        idle = self._loop.time() - lane.last_step
+        left = self._settings.stall_timeout - idle
+        if left <= 0:
+            log.error("encoder process %d finished no step for %.0f s and is replaced", lane.process.pid, idle)
+            lane.process.kill()
+        else:
+            lane.watch = self._loop.call_later(left, self._look, lane)
+
+
+def _content_hint(request: EncodeRequest) -> bytes:
+    """Equal for the same content, and nearly always different for other content: enough to prefer a lane by."""
+    pieces = []
+    for item in request.items:
+        media = item.data or (item.base64 or item.url or "").encode("utf-8", "surrogatepass")
+        pieces.append(b"%d:%b%b" % (len(media), media[:64], media[-64:]))
+    return b"".join(pieces)
+
+
+def _worker_lost(text: str) -> UnavailableError:
+    return UnavailableError("worker_lost", text, retry_after=1.0)
+
+
+def _nothing(lane: int) -> None: ...
+
+
+def _silent(lane: int, what: str, fraction: float) -> None: ...

@@ -1,0 +1,268 @@
+"""An encoder process: `python -m tectum.workers.worker SOCKET_FD STAGING_FD`, started by `process.py`.
+
+One thread reads messages, so that what is cancelled or forgotten is dropped while a forward runs. The main thread
+works: forwards first, and between them whatever is small to prepare, since handing that to a thread costs more than doing
+it. Large media (and, beside a CUDA device, all media) are prepared in threads of their own and delay no forward. The
+process ends when its socket does: it cannot outlive the service.
+"""
+
+from __future__ import annotations
+
+import binascii
+import io
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from PIL import Image
+
+from tectum.config import Settings
+from tectum.delivery.staging import StagingMap
+from tectum.errors import InternalError, StartupError, TectumError
+from tectum.observe import logs
+from tectum.workers import messages
+from tectum.workers.messages import Encode, Encoded, Failed, Forget, Frames, Loading, Message, Prepare, Prepared, Ready
+
+log = logging.getLogger("tectum.worker")
+
+#: encoded bytes and decoded pixels up to which media are prepared between forwards
+SMALL_BYTES = 1024 * 1024
+SMALL_PIXELS = 2_000_000
+#: characters of base64 in which a header is looked for
+HEAD = 64 * 1024
+CUDA_PREPARE_THREADS = 4
+
+
+class Line:
+    """The socket to the service. Any thread may send."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        with self._lock:
+            self._link.sendall(messages.frame(message))
+
+    def receive_forever(self, handle: Callable[[bytes], None]) -> None:
+        """Call `handle` with each message's bytes until the service is gone."""
+        frames = Frames()
+        while data := self._link.recv(1 << 20):
+            for body in frames.feed(data):
+                handle(body)
+
+
+class Worker:
+    """The work of one encoder process."""
+
+    def __init__(self, line: Line, staging: StagingMap, unit: Any, prepare_threads: int, all_beside: bool) -> None:
+        self._line = line
+        self._staging = staging
+        self._unit = unit
+        self._beside = ThreadPoolExecutor(prepare_threads, "tectum-prepare", initializer=_one_thread)
+        self._all_beside = all_beside
+        self._landings = ThreadPoolExecutor(1, "tectum-landing")
+        self._encodes: deque[Encode] = deque()
+        self._prepares: deque[Prepare] = deque()
+        self._wanted: set[int] = set()  # tickets that somebody still wants
+        self._inputs: dict[int, Any] = {}
+        self._changed = threading.Condition()
+
+    def take(self, body: bytes) -> None:
+        """One message, in the reading thread."""
+        try:
+            message = messages.decode_for_encoder(body)
+        except ValueError as error:
+            log.warning("dropped a message that does not decode: %s", type(error).__name__)
+            return
+        with self._changed:
+            if isinstance(message, Encode):
+                self._encodes.append(message)
+            elif isinstance(message, Prepare):
+                self._wanted.add(message.ticket)
+                self._prepares.append(message)
+            elif isinstance(message, Forget):
+                self._wanted.discard(message.ticket)
+                self._inputs.pop(message.ticket, None)
+            self._changed.notify()
+
+    def run(self) -> None:
+        """Work for ever, in the main thread."""
+        while True:
+            with self._changed:
+                while not self._encodes and not self._prepares:
+                    self._changed.wait()
+                work: Encode | Prepare = self._encodes.popleft() if self._encodes else self._prepares.popleft()
+            if isinstance(work, Encode):
+                self._encode(work)
+            elif self._all_beside or not is_small(work):
+                self._beside.submit(self._prepare, work)
+            else:
+                self._prepare(work)
+
+    def _prepare(self, work: Prepare) -> None:
+        if work.ticket not in self._wanted:
+            return
+        started = time.perf_counter()
+        try:
+            metadata, inputs = self._unit.prepare(messages.from_prepare(work))
+        except Exception as error:
+            self._fail(work.ticket, error, "preparing")
+            return
+        with self._changed:
+            if work.ticket in self._wanted:
+                self._inputs[work.ticket] = inputs
+        self._line.send(Prepared(work.ticket, metadata, time.perf_counter() - started))
+
+    def _encode(self, work: Encode) -> None:
+        started = time.perf_counter()
+        try:
+            with self._changed:
+                inputs = [self._inputs[ticket] for ticket, _, _ in work.members]
+            slots = [self._staging.memory(offset, nbytes) for _, offset, nbytes in work.members]
+            landing = self._unit.forward(inputs, slots)
+        except Exception as error:
+            self._fail(work.batch, error, "encoding")
+            return
+        if self._unit.on_device:
+            self._landings.submit(self._land, work, landing, started)
+        else:
+            self._land(work, landing, started)
+
+    def _land(self, work: Encode, landing: Any, started: float) -> None:
+        try:
+            errors = landing.wait()
+        except Exception as error:
+            self._fail(work.batch, error, "encoding")
+            return
+        with self._changed:
+            for (ticket, _, _), failure in zip(work.members, errors, strict=True):
+                if failure is None:
+                    self._wanted.discard(ticket)
+                    self._inputs.pop(ticket, None)
+        problems = [None if failure is None else messages.problem(failure) for failure in errors]
+        self._line.send(Encoded(work.batch, problems, time.perf_counter() - started))
+
+    def _fail(self, number: int, error: Exception, doing: str) -> None:
+        if not isinstance(error, TectumError):
+            log.error("unexpected failure while %s", doing, exc_info=error)
+            text = f"Unexpected {type(error).__name__} while {doing}; the server's log has more"
+            error = InternalError("encode_failed", text)
+        self._line.send(Failed(number, messages.problem(error)))
+
+
+def is_small(work: Prepare) -> bool:
+    """Whether preparing this takes no longer than a forward, by its bytes and by what its headers say."""
+    size = sum(len(item.data or item.base64 or "") for item in work.items)
+    return size <= SMALL_BYTES and sum(_pixels(item) for item in work.items) <= SMALL_PIXELS
+
+
+def _pixels(item: messages.Item) -> float:
+    """Pixels of a picture by its header; infinite when they cannot be told cheaply."""
+    try:
+        head = item.data or binascii.a2b_base64((item.base64 or "")[:HEAD])
+        width, height = Image.open(io.BytesIO(head)).size
+    except Exception:
+        return math.inf
+    return int(width * height)
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _load(line: Line, start: messages.Start, settings: Settings) -> Any:
+    """The encoder, loaded and warm; the service hears of the progress."""
+    import torch
+
+    from tectum.models.load import load_adapter
+    from tectum.pipeline.limits import media_policy
+    from tectum.pipeline.unit import EncoderUnit
+
+    torch.set_num_threads(settings.forward_threads or max(1, ((os.cpu_count() or 1) - 1) // settings.workers))
+    device = settings.device
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        device = f"cuda:{start.lane % torch.cuda.device_count()}"
+    adapter = load_adapter(
+        start.model,
+        device=device,
+        dtype=settings.dtype,
+        progress=lambda what, fraction: line.send(Loading(what, fraction)),
+    )
+    unit = EncoderUnit(adapter, media_policy(settings))
+    unit.warm_up()
+    return unit
+
+
+def card(adapter: Any) -> dict[str, Any]:
+    """The entry of `/v1/models`, in OpenAI's form, with what a receiver has to know."""
+    return {
+        "id": adapter.model_id,
+        "object": "model",
+        "owned_by": "tectum",
+        "family": adapter.family,
+        "architecture": adapter.architecture,
+        "modalities": sorted(adapter.modalities),
+        "width": adapter.width,
+        "deepstack_layers": adapter.deepstack_layers,
+        "dtype": adapter.dtype,
+        "device": str(adapter.device),
+        "encoder_bytes": adapter.encoder_bytes,
+    }
+
+
+def main(link_fd: int, staging_fd: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the service drains, and closes the socket when it is done
+    link = socket.socket(fileno=link_fd)
+    line, frames = Line(link), Frames()
+    bodies: list[bytes] = []
+    while not bodies:
+        data = link.recv(1 << 16)
+        if not data:
+            return
+        bodies = frames.feed(data)
+    start = messages.decode_for_encoder(bodies[0])
+    assert isinstance(start, messages.Start), "the first message starts the encoder"
+    settings = Settings(**start.settings)
+    logs.configure(settings.log_level)
+    try:
+        unit = _load(line, start, settings)
+    except TectumError as error:
+        line.send(Failed(0, messages.problem(error)))
+        return
+    except Exception as error:
+        log.exception("loading failed")
+        failure = StartupError("invalid_checkpoint", f"Unexpected {type(error).__name__} while loading the encoder")
+        line.send(Failed(0, messages.problem(failure)))
+        return
+    on_device = unit.on_device
+    threads = settings.prepare_threads or (CUDA_PREPARE_THREADS if on_device else 1)
+    worker = Worker(line, StagingMap(staging_fd), unit, threads, all_beside=on_device or settings.prepare_threads > 0)
+    line.send(Ready(card(unit.adapter)))
+    reader = threading.Thread(target=_read_until_gone, args=(line, worker), name="tectum-reader", daemon=True)
+    reader.start()
+    worker.run()
+
+
+def _read_until_gone(line: Line, worker: Worker) -> None:
+    try:
+        line.receive_forever(worker.take)
+    except (OSError, ValueError) as error:
+        log.warning("the line to the service broke: %s", type(error).__name__)
+    os._exit(0)  # also out of a forward that runs: nobody waits for it any more
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
