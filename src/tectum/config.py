@@ -115,6 +115,9 @@ class Settings(BaseSettings):
     transfer_backend: Literal["none", "zmq_to_scheduler", "zmq_to_tokenizer", "mooncake"] = Field(
         "none", description="How SGLang receives rows; opens its doors (/encode, /send, …) beside the native ones."
     )
+    grpc_port: int | None = Field(
+        None, ge=0, le=65535, description="TCP port of SGLang's gRPC door; 0 takes a free one; none without it."
+    )
     sglang_version: str = Field("0.5.23", description="Release of the SGLang that receives; its classes moved.")
     receiver_networks: str = Field(
         "",
@@ -152,6 +155,12 @@ class Settings(BaseSettings):
             raise ValueError(f"host {self.host} is reachable from outside: give --token-file, or listen on 127.0.0.1")
         return self
 
+    @model_validator(mode="after")
+    def _receivers_have_a_backend(self) -> Settings:
+        if self.grpc_port is not None and self.transfer_backend == "none":
+            raise ValueError("grpc_port opens SGLang's door, which needs a transfer_backend: zmq_to_scheduler, …")
+        return self
+
     @classmethod
     def load(cls, config: Path | None = None, **flags: Any) -> Settings:
         """Settings from flags (those not None), then `TECTUM_*`, then the TOML file, then defaults.
@@ -185,7 +194,7 @@ class Settings(BaseSettings):
             for name, info in type(self).model_fields.items()
             if isinstance(getattr(self, name), (int, float))
             and not isinstance(getattr(self, name), bool)
-            and name != "port"
+            and name not in ("port", "grpc_port")
         }
 
 

@@ -40,6 +40,19 @@ def encoder_b(tiny: Path) -> Iterator[EncoderProcess]:
         yield process
 
 
+@pytest.fixture(scope="session")
+def encoder_grpc(tiny: Path) -> Iterator[EncoderProcess]:
+    flags = (*FLAGS, "--unknown-id-wait", "0.5", "--send-timeout", "2", "--grpc-port", "0")
+    with EncoderProcess(tiny, *flags) as process:
+        yield process
+
+
+def grpc_target(encoder: EncoderProcess) -> str:
+    """Where a server's gRPC door is: the line it printed."""
+    (line,) = (line for line in encoder.lines if line.startswith("grpc on "))
+    return line.removeprefix("grpc on ").strip()
+
+
 @pytest.fixture(scope="module")
 def server(encoder_a: EncoderProcess) -> Iterator[LanguageServer]:
     with LanguageServer(encoder_a.url) as made:

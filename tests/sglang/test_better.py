@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.server
 import socket
 import statistics
@@ -270,14 +271,14 @@ def test_10_an_unknown_id_is_not_held_for_long(server):
 
 def test_11_more_than_there_is_room_for_is_refused_at_once(tiny):
     with running(tiny, "--max-live-requests", "2") as (_, server):
-        for number in range(2):
-            server.encode(f"live{number}", [jpeg()])
-            until(lambda: _metadata(server, f"live{number}"))
+        for rid in ("live0", "live1"):
+            server.encode(rid, [jpeg()])
+            until(functools.partial(_metadata, server, rid))
         answer = server.post("/encode", server.part("more", [jpeg()]))
         assert (answer.status_code, answer.json()["code"]) == (503, "overloaded")
         assert int(answer.headers["retry-after"]) >= 1
-        for number in range(2):
-            httpx2.delete(f"{server._urls[0]}/v1/requests/live{number}_local_part_0")
+        for rid in ("live0", "live1"):
+            httpx2.delete(f"{server._urls[0]}/v1/requests/{rid}_local_part_0")
 
 
 def _metadata(server: LanguageServer, rid: str) -> bool:

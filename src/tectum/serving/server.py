@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import uvicorn
 import uvloop
@@ -30,6 +30,8 @@ from tectum.pipeline.pipeline import Pipeline
 from tectum.pipeline.service import running_pipeline
 from tectum.pipeline.stages import Stages
 from tectum.serving.app import create_app
+from tectum.serving.health import Health
+from tectum.serving.sglang import Doors
 from tectum.workers.pool import WorkerPool
 
 log = logging.getLogger("tectum.server")
@@ -49,6 +51,8 @@ def serve(model: str, settings: Settings, console: Console | None = None) -> int
     listener = bind(settings.host, settings.port)
     with listener:
         sending = deliveries(settings)  # before the minutes of loading: a library may be missing
+        if settings.grpc_port is not None:
+            _import_grpc_door()
         return uvloop.run(_serve(model, settings, sending, listener, console))
 
 
@@ -98,12 +102,15 @@ async def _serve(model: str, settings: Settings, sending: Deliveries, listener: 
                 timeout_graceful_shutdown=1,
             )
         )
+        if settings.grpc_port is not None:
+            door = _import_grpc_door()(Doors(pipeline, sending, settings), Health(pipeline, pool, settings), settings)
+            grpc_port = await open_.enter_async_context(door)
+            console.print(f"grpc on {_shown(settings.host.strip('[]'))}:{grpc_port}", highlight=False, soft_wrap=True)
         stop = _stop_on_signals()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await server.listening.wait()
         host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        console.print(f"ready on http://{shown}:{port}", highlight=False, soft_wrap=True)
+        console.print(f"ready on http://{_shown(host)}:{port}", highlight=False, soft_wrap=True)
         await asyncio.wait([asyncio.ensure_future(stop.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
         finished = await _drain(pipeline, settings, console)
         server.stop.set()
@@ -113,6 +120,20 @@ async def _serve(model: str, settings: Settings, sending: Deliveries, listener: 
         sys.stderr.flush()
         os._exit(1)
     return 0
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _import_grpc_door() -> Callable[..., AbstractAsyncContextManager[int]]:
+    """Raises StartupError `missing_dependency`."""
+    try:
+        from tectum.serving.grpc import grpc_door
+    except ModuleNotFoundError as error:
+        text = f'--grpc-port needs {error.name}: pip install "tectum[sglang]"'
+        raise StartupError("missing_dependency", text) from None
+    return grpc_door
 
 
 async def _drain(pipeline: Pipeline, settings: Settings, console: Console) -> bool:
