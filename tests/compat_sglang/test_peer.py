@@ -11,10 +11,10 @@ import torch
 from tectum.demo.encoder_process import EncoderProcess
 from tests import zoo
 from tests.serving.test_native import gauges, jpeg, nothing_is_held, until
-from tests.sglang.conftest import FLAGS, colocated, encoder_a, encoder_b
+from tests.sglang.conftest import FLAGS, colocated, encoder_a, encoder_b, encoder_grpc, grpc_target
 from tests.sglang.language_server import data_uri
 
-__all__ = ["colocated", "encoder_a", "encoder_b"]  # fixtures
+__all__ = ["colocated", "encoder_a", "encoder_b", "encoder_grpc"]  # fixtures
 
 BACKENDS = ("zmq_to_scheduler", "zmq_to_tokenizer")
 #: largest difference between the rows of two implementations of the same tower in float32; rows are of order 1
@@ -58,6 +58,16 @@ class TestReceiver:
         else:  # its tokenizer gives up the request, and says no more
             assert found[bad] == ("nothing was received", None)
         until(lambda: nothing_is_held(encoder_a) and nothing_is_held(encoder_b))
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_over_grpc(peers, encoder_grpc, colocated, number):
+    """To the tokenizer: SGLang 0.5.23's own gRPC receiver for the scheduler fails before it calls any encoder."""
+    pictures = [jpeg(224, 224, 1), jpeg(300, 140, 2), jpeg(140, 420, 3)][:number]
+    peer = peers("zmq_to_tokenizer", f"grpc://{grpc_target(encoder_grpc)}", mode="grpc")
+    rid = uuid.uuid4().hex
+    assert torch.equal(peer.receive({rid: uris(pictures)})[rid], colocated(pictures))
+    until(lambda: nothing_is_held(encoder_grpc))
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
