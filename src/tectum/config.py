@@ -119,6 +119,18 @@ class Settings(BaseSettings):
         None, ge=0, le=65535, description="TCP port of SGLang's gRPC door; 0 takes a free one; none without it."
     )
     sglang_version: str = Field("0.5.23", description="Release of the SGLang that receives; its classes moved.")
+    encoder_register_urls: str = Field(
+        "", description="Bootstrap servers to register at, comma-separated (http://prefill:8997)."
+    )
+    encoder_register_token_file: Path | None = Field(
+        None, description="File whose first line is the bearer token of those servers, where they ask for one."
+    )
+    advertise_url: str | None = Field(
+        None, max_length=300, description="URL at which receivers reach this encoder; its own address without it."
+    )
+    register_interval: float = Field(
+        5.0, gt=0, le=3600, description="Seconds between two registrations: a restarted server knows it again by then."
+    )
     receiver_networks: str = Field(
         "",
         description="Networks that rows may be pushed to, comma-separated (10.0.0.0/8,::1); without it all.",

@@ -11,7 +11,6 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 import tectum
 from tectum import catalogue
 from tectum.config import Settings
-from tectum.delivery.base import Deliveries
 from tectum.errors import TectumError
 from tectum.observe.metrics import Metrics
 from tectum.pipeline.pipeline import Pipeline
@@ -23,11 +22,11 @@ from tectum.workers.pool import WorkerPool
 
 
 def create_app(
-    pipeline: Pipeline, pool: WorkerPool, settings: Settings, metrics: Metrics, deliveries: Deliveries
+    pipeline: Pipeline, pool: WorkerPool, settings: Settings, metrics: Metrics, doors: sglang.Doors, health: Health
 ) -> FastAPI:
-    """The ASGI application, on a pipeline, the encoders that work for it, and the deliveries of its rows.
+    """The ASGI application, on a pipeline and the encoders that work for it. `doors` are SGLang's.
 
-    Raises StartupError when the token file cannot be read, or a setting of the receivers is wrong.
+    Raises StartupError when the token file cannot be read.
     """
     app = FastAPI(
         title="Tectum",
@@ -35,11 +34,10 @@ def create_app(
         description="Vision encoders as a service: rows for a language model that runs elsewhere.",
         redoc_url=None,
     )
-    health = Health(pipeline, pool, settings)
     problems.install(app)
     app.include_router(native.router(pipeline, settings))
     if settings.transfer_backend != "none":
-        app.include_router(sglang.router(sglang.Doors(pipeline, deliveries, settings), health, settings))
+        app.include_router(sglang.router(doors, health, settings))
     _add_health(app, pipeline, pool, health)
     _add_pages(app, pool, settings, metrics)
     _add_catalogue(app)

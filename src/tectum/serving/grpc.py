@@ -24,6 +24,7 @@ from tectum.config import Settings
 from tectum.errors import BadRequestError, InternalError, StartupError, TectumError
 from tectum.serving.guard import read_token
 from tectum.serving.health import Health
+from tectum.serving.listen import bracketed
 from tectum.serving.problems import from_validation
 from tectum.serving.sglang import Doors, EncodeBody, MetadataBody, sizes
 from tectum.serving.sglang_pb import sglang_encoder_pb2 as messages
@@ -183,9 +184,8 @@ async def grpc_door(doors: Doors, health: Health, settings: Settings) -> AsyncIt
     health_pb2_grpc.add_HealthServicer_to_server(HealthService(health), server)
     reflection.enable_server_reflection((SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
     host = settings.host.strip("[]")
-    address = f"[{host}]:{settings.grpc_port}" if ":" in host else f"{host}:{settings.grpc_port}"
     try:
-        port = server.add_insecure_port(address)
+        port = server.add_insecure_port(f"{bracketed(host)}:{settings.grpc_port}")
     except RuntimeError:
         text = f"Port {settings.grpc_port} on {host} is in use; give another --grpc-port"
         raise StartupError("port_in_use", text) from None

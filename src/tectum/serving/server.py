@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -30,7 +30,9 @@ from tectum.pipeline.pipeline import Pipeline
 from tectum.pipeline.service import running_pipeline
 from tectum.pipeline.stages import Stages
 from tectum.serving.app import create_app
+from tectum.serving.discovery import announced, bootstrap_urls
 from tectum.serving.health import Health
+from tectum.serving.listen import bind, bracketed
 from tectum.serving.sglang import Doors
 from tectum.workers.pool import WorkerPool
 
@@ -51,30 +53,10 @@ def serve(model: str, settings: Settings, console: Console | None = None) -> int
     listener = bind(settings.host, settings.port)
     with listener:
         sending = deliveries(settings)  # before the minutes of loading: a library may be missing
+        bootstrap_urls(settings)
         if settings.grpc_port is not None:
             _import_grpc_door()
         return uvloop.run(_serve(model, settings, sending, listener, console))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises StartupError `port_in_use` or `invalid_settings`."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError:
-        raise StartupError("invalid_settings", f"host: {host} is no address of this machine") from None
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise StartupError("port_in_use", f"Port {port} on {host} is in use; give another --port") from None
-        raise StartupError("invalid_settings", f"host: cannot listen on {host}:{port}: {error.strerror}") from None
-    listener.listen(2048)
-    return listener
 
 
 async def _serve(model: str, settings: Settings, sending: Deliveries, listener: socket.socket, console: Console) -> int:
@@ -88,30 +70,21 @@ async def _serve(model: str, settings: Settings, sending: Deliveries, listener: 
         observers = (metrics, logs.RequestLog())
         pipeline = await open_.enter_async_context(running_pipeline(stages, settings, observers))
         metrics.watch(pipeline.ledger, pool)
-        app = create_app(pipeline, pool, settings, metrics, sending)
-        server = _Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                http="httptools",
-                date_header=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=1,
-            )
-        )
+        health, doors = Health(pipeline, pool, settings), Doors(pipeline, sending, settings)
+        server = _Server(create_app(pipeline, pool, settings, metrics, doors, health))
         if settings.grpc_port is not None:
-            door = _import_grpc_door()(Doors(pipeline, sending, settings), Health(pipeline, pool, settings), settings)
-            grpc_port = await open_.enter_async_context(door)
-            console.print(f"grpc on {_shown(settings.host.strip('[]'))}:{grpc_port}", highlight=False, soft_wrap=True)
+            grpc_port = await open_.enter_async_context(_import_grpc_door()(doors, health, settings))
+            console.print(
+                f"grpc on {bracketed(settings.host.strip('[]'))}:{grpc_port}", highlight=False, soft_wrap=True
+            )
         stop = _stop_on_signals()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await server.listening.wait()
         host, port = listener.getsockname()[:2]
-        console.print(f"ready on http://{_shown(host)}:{port}", highlight=False, soft_wrap=True)
-        await asyncio.wait([asyncio.ensure_future(stop.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
+        url = f"http://{bracketed(host)}:{port}"
+        console.print(f"ready on {url}", highlight=False, soft_wrap=True)
+        async with announced(bootstrap_urls(settings), settings.advertise_url or url, health, settings):
+            await asyncio.wait([asyncio.ensure_future(stop.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
         finished = await _drain(pipeline, settings, console)
         server.stop.set()
         await serving
@@ -120,10 +93,6 @@ async def _serve(model: str, settings: Settings, sending: Deliveries, listener: 
         sys.stderr.flush()
         os._exit(1)
     return 0
-
-
-def _shown(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _import_grpc_door() -> Callable[..., AbstractAsyncContextManager[int]]:
@@ -162,8 +131,20 @@ def _stop_on_signals() -> asyncio.Event:
 class _Server(uvicorn.Server):
     """uvicorn without its ten wake-ups a second and without its signal handlers: the process above owns both."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
+    def __init__(self, app: FastAPI) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                http="httptools",
+                date_header=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE,
+                timeout_graceful_shutdown=1,
+            )
+        )
         self.listening = asyncio.Event()
         self.stop = asyncio.Event()
 
