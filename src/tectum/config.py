@@ -125,6 +125,11 @@ class Settings(BaseSettings):
         None, ge=0, le=65535, description="TCP port of SGLang's gRPC door; 0 takes a free one; none without it."
     )
     sglang_version: str = Field("0.5.23", description="Release of the SGLang that receives; its classes moved.")
+    mooncake_protocol: Literal["tcp", "rdma"] = Field("tcp", description="How Mooncake's transfer engine moves rows.")
+    mooncake_device: str = Field("", max_length=200, description="RDMA devices for it, comma-separated; none for tcp.")
+    mooncake_host: str | None = Field(
+        None, max_length=256, description="Address at which receivers' engines reach this one; --host without it."
+    )
     encoder_register_urls: str = Field(
         "", description="Bootstrap servers to register at, comma-separated (http://prefill:8997)."
     )

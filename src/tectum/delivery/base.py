@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
 from importlib import import_module
 from types import TracebackType
 from typing import Protocol, Self
@@ -41,6 +42,17 @@ def split_address(address: str) -> tuple[str, int]:
 def zmq_destination(host: str, port: int) -> Destination:
     """A receiver that binds a PULL socket at `host` (an address) and `port`."""
     return Destination(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", "zmq")
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeDestination(Destination):
+    """A receiver that wants the rows in its memory. Counted by `address`, where its completion message goes.
+
+    session_id: its transfer engine, `host:port`. buffer_address: where the rows go, registered by the receiver.
+    """
+
+    session_id: str = field(default="", compare=False)
+    buffer_address: int = field(default=0, compare=False)
 
 
 class Lease(Protocol):
@@ -81,24 +93,29 @@ class Backend(Protocol):
 async def row_bytes(staged: StagedRows) -> memoryview:
     """All rows as one block, deepstack layers as further columns: `[rows, width × (1 + layers)]`, row-major.
 
-    Without deepstack it is the staging memory itself. With it the arrays are woven into a new block, in slices between
-    which the event loop goes on; a cancellation stops it there, and nothing is read afterwards.
+    Without deepstack it is the staging memory itself, with it a copy (`woven`).
     """
     views = staged.lease.views()
-    if len(views) == 1:
-        return views[0]
+    return views[0] if len(views) == 1 else await woven(staged)
+
+
+async def woven(staged: StagedRows) -> memoryview:
+    """A copy of all rows as one block, as in `row_bytes`.
+
+    Made in slices between which the event loop goes on; a cancellation stops it there, and nothing is read afterwards.
+    """
     import numpy as np
 
     rows = staged.metadata.rows
-    arrays = [np.frombuffer(view, np.uint8).reshape(rows, -1) for view in views]
+    arrays = [np.frombuffer(view, np.uint8).reshape(rows, -1) for view in staged.lease.views()]
     width = arrays[0].shape[1]
-    woven = np.empty((rows, width * len(arrays)), np.uint8)
-    step = max(SLICE // woven.shape[1], 1)
+    block = np.empty((rows, width * len(arrays)), np.uint8)
+    step = max(SLICE // block.shape[1], 1)
     for start in range(0, rows, step):
         for column, array in enumerate(arrays):
-            woven[start : start + step, column * width : (column + 1) * width] = array[start : start + step]
+            block[start : start + step, column * width : (column + 1) * width] = array[start : start + step]
         await asyncio.sleep(0)
-    return woven.reshape(-1).data
+    return block.reshape(-1).data
 
 
 class Deliveries:
@@ -167,11 +184,11 @@ class Deliveries:
         await self._stack.aclose()
 
 
-#: what `--transfer-backend` means: the backend's name, its module and class, and the library it needs with its extra
-_OFFERED = {
-    "zmq_to_scheduler": ("zmq", "tectum.delivery.zmq", "ZmqBackend", "zmq", "sglang"),
-    "zmq_to_tokenizer": ("zmq", "tectum.delivery.zmq", "ZmqBackend", "zmq", "sglang"),
-    "mooncake": ("mooncake", "tectum.delivery.mooncake", "MooncakeBackend", "mooncake.engine", "sglang,mooncake"),
+#: what `--transfer-backend` needs: libraries, and the extras that bring them
+_NEEDED = {
+    "zmq_to_scheduler": (("zmq",), "sglang"),
+    "zmq_to_tokenizer": (("zmq",), "sglang"),
+    "mooncake": (("zmq", "mooncake.engine"), "sglang,mooncake"),
 }
 
 
@@ -179,13 +196,18 @@ def deliveries(settings: Settings) -> Deliveries:
     """The backends that the settings ask for. Raises StartupError `missing_dependency` that says what to install."""
     if settings.transfer_backend == "none":
         return Deliveries({})
-    name, module, class_name, library, extra = _OFFERED[settings.transfer_backend]
-    try:
-        import_module(library)
-    except ImportError as error:
-        text = (
-            f'--transfer-backend {settings.transfer_backend} needs {library} ({error}): pip install "tectum[{extra}]"'
-        )
-        raise StartupError("missing_dependency", text) from None
-    backend: Backend = getattr(import_module(module), class_name)(settings)
-    return Deliveries({name: backend})
+    libraries, extras = _NEEDED[settings.transfer_backend]
+    for library in libraries:
+        try:
+            import_module(library)
+        except ImportError as error:
+            text = f"--transfer-backend {settings.transfer_backend} needs {library} ({error}): "
+            raise StartupError("missing_dependency", text + f'pip install "tectum[{extras}]"') from None
+    from tectum.delivery.zmq import ZmqBackend
+
+    messages = ZmqBackend(settings)
+    if settings.transfer_backend != "mooncake":
+        return Deliveries({"zmq": messages})
+    from tectum.delivery.mooncake import MooncakeBackend
+
+    return Deliveries({"zmq": messages, "mooncake": MooncakeBackend(settings, messages)})

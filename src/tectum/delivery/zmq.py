@@ -56,6 +56,11 @@ class ZmqBackend:
         with self._connection(destination.address) as connection:
             await connection.push(error_message(req_id, error, self._names))
 
+    async def complete(self, staged: StagedRows, destination: Destination) -> None:
+        """Tell a receiver that its rows lie where it wanted them: the metadata alone."""
+        with self._connection(destination.address) as connection:
+            await connection.push(embedding_message(staged.metadata, self._names))
+
     def open_connections(self) -> int:
         return len(self._connections)
 

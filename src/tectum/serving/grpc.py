@@ -26,7 +26,7 @@ from tectum.serving.guard import read_token
 from tectum.serving.health import Health
 from tectum.serving.listen import bracketed
 from tectum.serving.problems import from_validation
-from tectum.serving.sglang import Doors, EncodeBody, MetadataBody, sizes
+from tectum.serving.sglang import Doors, EncodeBody, MetadataBody, Target, sizes
 from tectum.serving.sglang_pb import sglang_encoder_pb2 as messages
 
 log = logging.getLogger("tectum.grpc")
@@ -69,7 +69,10 @@ class Encoder:
     async def send(self, asked: messages.SendRequest) -> messages.SendResponse:
         """The rows are kept until as many receivers had them as `SchedulerReceiveUrl` announced."""
         req_id = MetadataBody.model_validate({"req_id": asked.req_id}).req_id
-        await self._doors.send(req_id, f"{asked.prefill_host}:{asked.embedding_port}", 0)
+        target = Target(
+            f"{asked.prefill_host}:{asked.embedding_port}", asked.session_id or None, asked.buffer_address or None
+        )
+        await self._doors.send(req_id, target, 0)
         return messages.SendResponse()
 
     async def scheduler_receive_url(

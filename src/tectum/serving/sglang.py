@@ -12,7 +12,7 @@ import ipaddress
 import json
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import quote
 
 from fastapi import APIRouter
@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tectum.config import Settings
-from tectum.delivery.base import Deliveries, split_address, zmq_destination
+from tectum.delivery.base import Deliveries, MooncakeDestination, split_address, zmq_destination
 from tectum.delivery.sglang_frames import row_width
 from tectum.errors import BadRequestError, DeliveryError, LifecycleError, StartupError, TectumError
 from tectum.lifecycle.events import Milestone
@@ -124,7 +124,20 @@ class SendBody(BaseModel):
     req_id: ReqId
     prefill_host: str = Field(min_length=1, max_length=256)
     embedding_port: Port
+    session_id: str | None = Field(None, min_length=3, max_length=300)
+    buffer_address: int | None = Field(None, ge=0, lt=1 << 64, strict=True)
     receive_count: int = Field(1, ge=1, le=4096, strict=True)
+
+    def target(self) -> Target:
+        return Target(f"{self.prefill_host}:{self.embedding_port}", self.session_id, self.buffer_address)
+
+
+class Target(NamedTuple):
+    """Where one receiver wants its rows: pushed to `address`; or by Mooncake into its memory, and told at `address`."""
+
+    address: str
+    session_id: str | None = None
+    buffer_address: int | None = None
 
 
 def sizes(metadata: RequestMetadata) -> dict[str, Any]:
@@ -229,13 +242,13 @@ class Doors:
         """Rows, width and bytes as soon as preprocessing knows them. Raises LifecycleError, or what it failed with."""
         return await self._pipeline.wait(req_id, Milestone.METADATA, self._settings.max_metadata_wait)
 
-    async def send(self, req_id: str, address: str, receive_count: int) -> None:
-        """Deliver `req_id` to `address`, one of `receive_count`; return when it has the rows.
+    async def send(self, req_id: str, target: Target, receive_count: int) -> None:
+        """Deliver `req_id` to `target`, one of `receive_count` (0: not said); return when it has the rows.
 
         A receiver that was served before and asks again is answered when all are. Raises LifecycleError
         (`request_released` with its reason, `request_not_found`), DeliveryError, or what the encode failed with.
         """
-        destination = await self._receivers.destination(address)
+        destination = await self._target(target)
         with self._deliveries.receipt(req_id, destination) as receipt:
             await self._pipeline.register_destinations(req_id, [destination], receive_count)
             ended = asyncio.ensure_future(self._pipeline.wait(req_id, Milestone.ENDED, self._patience))
@@ -245,6 +258,15 @@ class Doors:
             finally:
                 ended.cancel()
                 await asyncio.gather(ended, return_exceptions=True)
+
+    async def _target(self, target: Target) -> Destination:
+        destination = await self._receivers.destination(target.address)
+        if self._settings.transfer_backend != "mooncake":
+            return destination
+        if target.session_id is None or not target.buffer_address:
+            raise BadRequestError("invalid_request", "Mooncake delivers to a session_id and a buffer_address")
+        await self._receivers.destination(target.session_id)
+        return MooncakeDestination(destination.address, "mooncake", target.session_id, target.buffer_address)
 
 
 def router(doors: Doors, health: Health, settings: Settings) -> APIRouter:
@@ -264,7 +286,7 @@ def router(doors: Doors, health: Health, settings: Settings) -> APIRouter:
 
     async def send(raw: bytes) -> None:
         body = SendBody.model_validate_json(raw)
-        await doors.send(body.req_id, f"{body.prefill_host}:{body.embedding_port}", body.receive_count)
+        await doors.send(body.req_id, body.target(), body.receive_count)
 
     async def probe() -> Response:
         return Response(status_code=200 if health.good() else 503)
