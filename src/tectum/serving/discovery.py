@@ -13,20 +13,23 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import httpx2
+import msgspec
 import uvicorn
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field
+from msgspec import Meta, Struct
 from rich.console import Console
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tectum.config import Settings, is_loopback
-from tectum.errors import BadRequestError, StartupError, UnavailableError
+from tectum.errors import BadRequestError, StartupError, TectumError, UnavailableError
 from tectum.serving import problems
-from tectum.serving.guard import Guard, read_token
+from tectum.serving.guard import Tokens
 from tectum.serving.health import Health
 from tectum.serving.listen import bind, bracketed
 
@@ -38,6 +41,8 @@ CALL_TIMEOUT = 2.0
 MISSES = 3
 #: most encoders that a bootstrap server keeps
 MOST_ENCODERS = 10_000
+#: bytes of a call to a bootstrap server
+MOST_BODY = 4096
 _SCHEMES = frozenset({"http", "https", "grpc"})
 
 
@@ -62,8 +67,7 @@ async def announced(servers: Sequence[str], url: str, health: Health, settings: 
     if not servers:
         yield
         return
-    token = read_token(settings.encoder_register_token_file)
-    headers = {} if token is None else {"Authorization": f"Bearer {token.decode()}"}
+    headers = _authorization(settings.encoder_register_token_file)
     async with httpx2.AsyncClient(timeout=CALL_TIMEOUT, headers=headers, trust_env=False) as http:
         beats = [
             asyncio.create_task(_keep_registered(http, server, url, health, settings.register_interval))
@@ -76,6 +80,16 @@ async def announced(servers: Sequence[str], url: str, health: Health, settings: 
                 beat.cancel()
             await asyncio.gather(*beats, return_exceptions=True)
             await asyncio.gather(*(_unregister(http, server, url) for server in servers))
+
+
+def _authorization(path: Path | None) -> dict[str, str]:
+    """Raises StartupError `invalid_settings` for a token file that holds none."""
+    if path is None:
+        return {}
+    try:
+        return {"Authorization": f"Bearer {path.read_text().splitlines()[0].strip()}"}
+    except (OSError, UnicodeDecodeError, IndexError):
+        raise StartupError("invalid_settings", f"encoder_register_token_file: {path} cannot be read") from None
 
 
 async def _keep_registered(http: httpx2.AsyncClient, server: str, url: str, health: Health, interval: float) -> None:
@@ -161,10 +175,19 @@ class Registry:
             self.unregister(url)
 
 
-class UrlBody(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+class UrlBody(Struct):
+    url: Annotated[str, Meta(min_length=1, max_length=300)]
 
-    url: str = Field(min_length=1, max_length=300)
+
+_DECODER = msgspec.json.Decoder(UrlBody)
+
+
+def _url(body: bytes) -> str:
+    """Raises BadRequestError `invalid_request` for what holds no encoder's URL."""
+    try:
+        return _checked(_DECODER.decode(body).url)
+    except (msgspec.MsgspecError, ValueError):
+        raise BadRequestError("invalid_request", "url: the body is not JSON with the URL of an encoder") from None
 
 
 def bootstrap_app(registry: Registry, token_file: Path | None, probe_interval: float) -> FastAPI:
@@ -186,20 +209,43 @@ def bootstrap_app(registry: Registry, token_file: Path | None, probe_interval: f
 
     @app.post("/register_encoder_url", summary="Keep an encoder for the length of a lease")
     async def register(request: Request) -> Response:
-        registry.register(_checked(UrlBody.model_validate_json(await request.body()).url), time.monotonic())
+        registry.register(_url(await request.body()), time.monotonic())
         return Response("OK")
 
     @app.delete("/unregister_encoder_url", summary="Take an encoder out")
     async def unregister(request: Request) -> Response:
-        registry.unregister(_checked(UrlBody.model_validate_json(await request.body()).url))
+        registry.unregister(_url(await request.body()))
         return Response("OK")
 
     @app.get("/list_encoder_urls", summary="Encoders that are alive and well")
     async def listed() -> Response:
         return JSONResponse({"encoder_urls": registry.listed(time.monotonic())})
 
-    app.add_middleware(Guard, token=read_token(token_file), max_body_bytes=64 * 1024)
+    app.add_middleware(_Gate, tokens=None if token_file is None else Tokens(token_file))
     return app
+
+
+class _Gate:
+    """Before the three calls: the token, and a body of a declared and small size."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens | None) -> None:
+        self._app = app
+        self._tokens = tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope["path"], dict(scope["headers"])) if scope["type"] == "http" else None
+        await (self._app if refusal is None else problems.problem_response(refusal))(scope, receive, send)
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> TectumError | None:
+        known = self._tokens is None or path == "/health"
+        if not known and self._tokens is not None and not self._tokens.accept(headers.get(b"authorization", b"")):
+            return BadRequestError("unauthorized", "A bearer token is needed: Authorization: Bearer …")
+        length = headers.get(b"content-length", b"0")
+        if b"transfer-encoding" in headers or not length.isdigit() or int(length) > MOST_BODY:
+            return BadRequestError(
+                "body_too_large", f"The body is larger than {MOST_BODY} bytes, or its size not declared"
+            )
+        return None
 
 
 def serve_bootstrap(host: str, port: int, token_file: Path | None, lease: float, probe_interval: float) -> int:

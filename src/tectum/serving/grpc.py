@@ -8,7 +8,6 @@ status's, and the whole of it travels in the trailing metadata `tectum-problem-b
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -18,14 +17,13 @@ from typing import Any, TypeAlias
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from pydantic import ValidationError
 
 from tectum.config import Settings
 from tectum.errors import BadRequestError, InternalError, StartupError, TectumError
-from tectum.serving.guard import read_token
+from tectum.serving.bodies import convert
+from tectum.serving.guard import Tokens
 from tectum.serving.health import Health
 from tectum.serving.listen import bracketed
-from tectum.serving.problems import from_validation
 from tectum.serving.sglang import Doors, EncodeBody, MetadataBody, Target, sizes
 from tectum.serving.sglang_pb import sglang_encoder_pb2 as messages
 
@@ -50,7 +48,8 @@ class Encoder:
         """Answers with the sizes when every receiver has its rows."""
         if any(item[:11].lower().startswith(("data:video/", "data:audio/")) for item in asked.mm_items):
             raise BadRequestError("unsupported_modality", "gRPC encode only supports IMAGE modality")
-        body = EncodeBody.model_validate(
+        body = convert(
+            EncodeBody,
             {
                 "req_id": asked.req_id,
                 "mm_items": list(asked.mm_items),
@@ -59,7 +58,7 @@ class Encoder:
                 "part_idx": asked.part_idx,
                 "prefill_host": asked.prefill_host or None,
                 "embedding_port": list(asked.embedding_port) or None,
-            }
+            },
         )
         found = sizes(await self._doors.encode(body.to_request(self._settings), body.addresses()))
         return messages.EncodeResponse(
@@ -68,7 +67,7 @@ class Encoder:
 
     async def send(self, asked: messages.SendRequest) -> messages.SendResponse:
         """The rows are kept until as many receivers had them as `SchedulerReceiveUrl` announced."""
-        req_id = MetadataBody.model_validate({"req_id": asked.req_id}).req_id
+        req_id = convert(MetadataBody, {"req_id": asked.req_id}).req_id
         target = Target(
             f"{asked.prefill_host}:{asked.embedding_port}", asked.session_id or None, asked.buffer_address or None
         )
@@ -78,7 +77,7 @@ class Encoder:
     async def scheduler_receive_url(
         self, asked: messages.SchedulerReceiveUrlRequest
     ) -> messages.SchedulerReceiveUrlResponse:
-        req_id = MetadataBody.model_validate({"req_id": asked.req_id}).req_id
+        req_id = convert(MetadataBody, {"req_id": asked.req_id}).req_id
         await self._doors.register(req_id, asked.receive_url, max(asked.receive_count, 1))
         return messages.SchedulerReceiveUrlResponse()
 
@@ -109,8 +108,6 @@ def _reporting(call: Callable[[Any], Awaitable[Any]]) -> Callable[[Any, Context]
     async def handle(asked: Any, context: Context) -> Any:
         try:
             return await call(asked)
-        except ValidationError as error:
-            failure: TectumError = from_validation(error)
         except TectumError as error:
             failure = error
         except Exception as error:
@@ -159,8 +156,8 @@ class HealthService(health_pb2_grpc.HealthServicer):
 class _TokenNeeded(grpc.aio.ServerInterceptor):
     """Refuses calls without the bearer token, health excepted."""
 
-    def __init__(self, token: bytes) -> None:
-        self._expected = b"Bearer " + token
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
 
         async def refuse(asked: Any, context: Context) -> None:
             await _abort(context, BadRequestError("unauthorized", "A bearer token is needed: authorization: Bearer …"))
@@ -172,15 +169,14 @@ class _TokenNeeded(grpc.aio.ServerInterceptor):
             return await continuation(details)
         given = dict(details.invocation_metadata).get("authorization", "")
         given = given.encode() if isinstance(given, str) else given
-        return await continuation(details) if hmac.compare_digest(given, self._expected) else self._refusal
+        return await continuation(details) if self._tokens.accept(given) else self._refusal
 
 
 @asynccontextmanager
 async def grpc_door(doors: Doors, health: Health, settings: Settings) -> AsyncIterator[int]:
     """The gRPC server, open on `--grpc-port`; yields the port. Raises StartupError `port_in_use`."""
-    token = read_token(settings.token_file)
     server = grpc.aio.server(
-        interceptors=[] if token is None else [_TokenNeeded(token)],
+        interceptors=[] if settings.token_file is None else [_TokenNeeded(Tokens(settings.token_file))],
         options=[("grpc.max_receive_message_length", settings.max_body_bytes), ("grpc.so_reuseport", 0)],
     )
     server.add_generic_rpc_handlers((Encoder(doors, settings).handlers(),))

@@ -7,6 +7,9 @@ import socket
 
 from tectum.errors import StartupError
 
+#: connections that the kernel keeps while the event loop is busy
+BACKLOG = 2048
+
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises StartupError `port_in_use` or `invalid_settings`."""
@@ -25,7 +28,7 @@ def bind(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise StartupError("port_in_use", f"Port {port} on {host} is in use; give another --port") from None
         raise StartupError("invalid_settings", f"host: cannot listen on {host}:{port}: {error.strerror}") from None
-    listener.listen(2048)
+    listener.listen(BACKLOG)
     return listener
 
 

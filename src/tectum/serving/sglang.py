@@ -15,8 +15,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import quote
 
+import msgspec
 from fastapi import APIRouter
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -26,11 +27,10 @@ from tectum.delivery.sglang_frames import row_width
 from tectum.errors import BadRequestError, DeliveryError, LifecycleError, StartupError, TectumError
 from tectum.lifecycle.events import Milestone
 from tectum.pipeline.pipeline import Pipeline
-from tectum.serving.bodies import ReqId
+from tectum.serving.bodies import ReqId, decode
 from tectum.serving.health import Health
 from tectum.serving.native import Answer
 from tectum.serving.presence import Caller
-from tectum.serving.problems import from_validation
 from tectum.types import Destination, EncodeRequest, MediaItem, Modality, RequestMetadata
 
 #: the paths of these doors; their errors have SGLang's form
@@ -41,55 +41,47 @@ _LONGEST_PATH = 4096
 _JSON = {"content-type": "application/json"}
 
 
-class ItemBody(BaseModel):
+Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class ItemBody(Struct):
     """An item with options beside its source. What the client says of its content (`content_hash`) is not relied on."""
 
-    url: str = Field(min_length=1)
+    url: Annotated[str, Meta(min_length=1)]
 
 
-def _one_listed(value: Any) -> Any:
-    """SGLang writes a list of one as its only element."""
-    return [value] if isinstance(value, (str, dict, int)) else value
+class EncodeBody(Struct):
+    """One part of a user's request. Further fields are SGLang's own and change nothing here.
 
-
-def _upper(value: Any) -> Any:
-    return value.upper() if isinstance(value, str) else value
-
-
-Port = Annotated[int, Field(ge=1, le=65535, strict=True)]
-OneOrMore = BeforeValidator(_one_listed)
-
-
-class EncodeBody(BaseModel):
-    """One part of a user's request. Further fields are SGLang's own and change nothing here."""
-
-    model_config = ConfigDict(extra="ignore")
+    A list of one may stand as its only element, as SGLang's client does it.
+    """
 
     req_id: ReqId
-    mm_items: Annotated[list[str | ItemBody], Field(min_length=1, max_length=10_000, fail_fast=True), OneOrMore]
-    modality: Annotated[Literal["IMAGE", "VIDEO", "AUDIO"], BeforeValidator(_upper)]
-    num_parts: int = Field(ge=1, le=4096, strict=True)
-    part_idx: int = Field(ge=0, strict=True)
-    prefill_host: str | None = Field(None, max_length=256)
-    embedding_port: Annotated[list[Port], Field(max_length=1024), OneOrMore] | None = None
-    deadline_ms: int | None = Field(None, ge=1, le=3_600_000, strict=True)
+    mm_items: str | ItemBody | Annotated[list[str | ItemBody], Meta(min_length=1)]
+    modality: Literal["IMAGE", "VIDEO", "AUDIO", "image", "video", "audio"]
+    num_parts: Annotated[int, Meta(ge=1, le=4096)]
+    part_idx: Annotated[int, Meta(ge=0, le=4095)]
+    prefill_host: Annotated[str, Meta(max_length=256)] | None = None
+    embedding_port: Port | Annotated[list[Port], Meta(max_length=1024)] | None = None
+    deadline_ms: Annotated[int, Meta(ge=1, le=3_600_000)] | None = None
 
-    @model_validator(mode="after")
-    def _part_in_range(self) -> EncodeBody:
+    def __post_init__(self) -> None:
         if self.part_idx >= self.num_parts:
             raise ValueError("part_idx must be below num_parts")
         if self.embedding_port and not self.prefill_host:
             raise ValueError("embedding_port needs prefill_host")
-        return self
 
     def addresses(self) -> list[str]:
         """Where the rows go that no registration will ask for: none for `zmq_to_scheduler` and mooncake."""
-        return [f"{self.prefill_host}:{port}" for port in self.embedding_port or ()]
+        ports = [self.embedding_port] if isinstance(self.embedding_port, int) else self.embedding_port
+        return [f"{self.prefill_host}:{port}" for port in ports or ()]
 
     def to_request(self, settings: Settings) -> EncodeRequest:
+        """Raises BadRequestError `request_too_large` or `unsupported_modality`."""
+        items = self.mm_items if isinstance(self.mm_items, list) else [self.mm_items]
         return encode_request(
-            [item if isinstance(item, str) else item.url for item in self.mm_items],
-            Modality[self.modality],
+            [item if isinstance(item, str) else item.url for item in items],
+            Modality[self.modality.upper()],
             settings,
             req_id=self.req_id,
             num_parts=self.num_parts,
@@ -98,35 +90,29 @@ class EncodeBody(BaseModel):
         )
 
 
-class RegisterBody(BaseModel):
+class RegisterBody(Struct):
     """One receiver (a tensor-parallel rank) that wants the rows of one part."""
 
-    model_config = ConfigDict(extra="ignore")
-
     req_id: ReqId
-    receive_url: str = Field(min_length=3, max_length=300)
-    receive_count: int = Field(ge=1, le=4096, strict=True)
+    receive_url: Annotated[str, Meta(max_length=300)]
+    receive_count: Annotated[int, Meta(ge=1, le=4096)]
 
 
-class MetadataBody(BaseModel):
+class MetadataBody(Struct):
     """A receiver that allocates for one part."""
 
-    model_config = ConfigDict(extra="ignore")
-
     req_id: ReqId
 
 
-class SendBody(BaseModel):
+class SendBody(Struct):
     """A receiver that has allocated for one part."""
 
-    model_config = ConfigDict(extra="ignore")
-
     req_id: ReqId
-    prefill_host: str = Field(min_length=1, max_length=256)
+    prefill_host: Annotated[str, Meta(min_length=1, max_length=256)]
     embedding_port: Port
-    session_id: str | None = Field(None, min_length=3, max_length=300)
-    buffer_address: int | None = Field(None, ge=0, lt=1 << 64, strict=True)
-    receive_count: int = Field(1, ge=1, le=4096, strict=True)
+    session_id: Annotated[str, Meta(min_length=3, max_length=300)] | None = None
+    buffer_address: Annotated[int, Meta(ge=0)] | None = None
+    receive_count: Annotated[int, Meta(ge=1, le=4096)] = 1
 
     def target(self) -> Target:
         return Target(f"{self.prefill_host}:{self.embedding_port}", self.session_id, self.buffer_address)
@@ -269,23 +255,29 @@ class Doors:
         return MooncakeDestination(destination.address, "mooncake", target.session_id, target.buffer_address)
 
 
+_ENCODE = msgspec.json.Decoder(EncodeBody)
+_REGISTER = msgspec.json.Decoder(RegisterBody)
+_METADATA = msgspec.json.Decoder(MetadataBody)
+_SEND = msgspec.json.Decoder(SendBody)
+
+
 def router(doors: Doors, health: Health, settings: Settings) -> APIRouter:
     """SGLang's routes: thin, each reads its body and asks one door."""
     api = APIRouter(tags=["sglang"])
 
     async def encode(raw: bytes) -> None:
-        body = EncodeBody.model_validate_json(raw)
+        body = decode(_ENCODE, raw, settings)
         await doors.encode(body.to_request(settings), body.addresses())
 
     async def scheduler_receive_url(raw: bytes) -> None:
-        body = RegisterBody.model_validate_json(raw)
+        body = decode(_REGISTER, raw, settings)
         await doors.register(body.req_id, body.receive_url, body.receive_count)
 
     async def scheduler_receive_meta_data(raw: bytes) -> dict[str, Any]:
-        return sizes(await doors.metadata(MetadataBody.model_validate_json(raw).req_id))
+        return sizes(await doors.metadata(decode(_METADATA, raw, settings).req_id))
 
     async def send(raw: bytes) -> None:
-        body = SendBody.model_validate_json(raw)
+        body = decode(_SEND, raw, settings)
         await doors.send(body.req_id, body.target(), body.receive_count)
 
     async def probe() -> Response:
@@ -322,8 +314,6 @@ def _answer(raw: bytes, work: Callable[[bytes], Awaitable[Any]], settings: Setti
     async def answering(caller: Caller) -> None:
         try:
             found = await work(raw)
-        except ValidationError as error:
-            await _refuse(caller, from_validation(error), _req_id(raw))
         except TectumError as error:
             await _refuse(caller, error, _req_id(raw))
         else:
