@@ -9,17 +9,17 @@ STAMP := $(VENV)/.set-up
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-real parity lint format bench sim fuzz clean
+.PHONY: help setup demo test test-real parity lint format bench sim fuzz protos compat-sglang bench-sglang clean
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
 setup: $(STAMP) ## Build .venv with everything (again only when the dependencies change)
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (about a minute with a warm cache)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,sglang,dev]'
 	@touch $@
 
 demo: setup ## Run the main job: encode in one process, use the rows in another, compare (ARGS=--json)
@@ -59,5 +59,27 @@ $(VENV)/.set-up-fuzz: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev,fuzz]'
 	@touch $@
 
+protos: setup ## Generate the gRPC messages anew
+	@cd src/tectum/serving/sglang_pb && $(CURDIR)/$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. sglang_encoder.proto
+
+# SGLang runs in an environment of its own: its versions are not ours
+SGLANG_VENV := .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.set-up
+SGLANG_ENV := SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python
+
+$(SGLANG_STAMP): tests/compat_sglang/requirements.txt
+	@echo "setting up $(SGLANG_VENV): SGLang 0.5.23 for a CPU (some minutes)"
+	@$(PYTHON) -m venv $(SGLANG_VENV)
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23 torchvision==0.28.0 triton
+	@touch $@
+
+compat-sglang: setup $(SGLANG_STAMP) ## Drive SGLang's real receiver against Tectum (ARGS='-k name')
+	@$(TEST_ENV) $(SGLANG_ENV) $(BIN)/python -m pytest tests/compat_sglang $(ARGS)
+
+bench-sglang: setup $(SGLANG_STAMP) ## Measure the server against SGLang's own encoder (ARGS='--rounds 5')
+	@$(TEST_ENV) $(SGLANG_ENV) $(BIN)/python -m bench.sglang $(ARGS)
+
 clean: ## Remove what the targets made
-	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	@rm -rf $(VENV) $(SGLANG_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -110,6 +110,25 @@ def serve(
 
 
 @app.command()
+def bootstrap(
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; anything but loopback needs --token-file.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one and prints it.")] = 8997,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File that holds the bearer token of encoders and readers.")
+    ] = None,
+    lease: Annotated[float, typer.Option(min=1, help="Seconds that an encoder is kept without a sign of life.")] = 30.0,
+    probe_interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two health probes of an encoder.")
+    ] = 5.0,
+) -> None:
+    """Keep the list of encoders, for language servers that ask for it: SGLang's three calls, with leases and health."""
+    run = _needs_serve("tectum.serving.discovery", "serve_bootstrap")
+    raise typer.Exit(run(host, port, token_file, lease, probe_interval))
+
+
+@app.command()
 @with_settings(["device", "dtype", "forward_threads", "allow_private_urls", "fetch_timeout", "max_image_pixels"])
 def encode(
     files: Annotated[list[str], typer.Argument(metavar="FILE_OR_URL…", help="Pictures: files, http(s) or data URLs.")],

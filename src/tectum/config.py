@@ -145,6 +145,42 @@ class Settings(BaseSettings):
     )
     max_items: int = Field(64, ge=1, le=10_000, description="Most items in one request.")
 
+    # receivers
+    transfer_backend: Literal["none", "zmq_to_scheduler", "zmq_to_tokenizer", "mooncake"] = Field(
+        "none", description="How SGLang receives rows; opens its doors (/encode, /send, …) beside the native ones."
+    )
+    grpc_port: int | None = Field(
+        None, ge=0, le=65535, description="TCP port of SGLang's gRPC door; 0 takes a free one; none without it."
+    )
+    sglang_version: str = Field("0.5.23", description="Release of the SGLang that receives; its classes moved.")
+    mooncake_protocol: Literal["tcp", "rdma"] = Field("tcp", description="How Mooncake's transfer engine moves rows.")
+    mooncake_device: str = Field("", max_length=200, description="RDMA devices for it, comma-separated; none for tcp.")
+    mooncake_host: str | None = Field(
+        None, max_length=256, description="Address at which receivers' engines reach this one; --host without it."
+    )
+    encoder_register_urls: str = Field(
+        "", description="Bootstrap servers to register at, comma-separated (http://prefill:8997)."
+    )
+    encoder_register_token_file: Path | None = Field(
+        None, description="File whose first line is the bearer token of those servers, where they ask for one."
+    )
+    advertise_url: str | None = Field(
+        None, max_length=300, description="URL at which receivers reach this encoder; its own address without it."
+    )
+    register_interval: float = Field(
+        5.0, gt=0, le=3600, description="Seconds between two registrations: a restarted server knows it again by then."
+    )
+    receiver_networks: str = Field(
+        "",
+        description="Networks that rows may be pushed to, comma-separated (10.0.0.0/8,::1); without it all.",
+    )
+    max_receivers: int = Field(
+        128, ge=1, le=65_536, description="Most connections to receivers at once; each takes four descriptors."
+    )
+    receiver_idle: float = Field(
+        60.0, gt=0, le=86_400, description="Seconds that an idle connection to a receiver is kept."
+    )
+
     # media
     max_media_bytes: int = Field(
         32 * MIB, ge=1024, le=4096 * MIB, description="Largest encoded picture or clip (bytes), fetched or sent."
@@ -191,6 +227,12 @@ class Settings(BaseSettings):
             raise ValueError("max_body_bytes is above max_bodies_bytes, so that the largest body could never be taken")
         return self
 
+    @model_validator(mode="after")
+    def _receivers_have_a_backend(self) -> Settings:
+        if self.grpc_port is not None and self.transfer_backend == "none":
+            raise ValueError("grpc_port opens SGLang's door, which needs a transfer_backend: zmq_to_scheduler, …")
+        return self
+
     @classmethod
     def load(cls, config: Path | None = None, **flags: Any) -> Settings:
         """Settings from flags (those not None), then `TECTUM_*`, then the TOML file, then defaults.
@@ -224,7 +266,7 @@ class Settings(BaseSettings):
             for name, info in type(self).model_fields.items()
             if isinstance(getattr(self, name), (int, float))
             and not isinstance(getattr(self, name), bool)
-            and name != "port"
+            and name not in ("port", "grpc_port")
         }
 
 

@@ -11,20 +11,20 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 import tectum
 from tectum import catalogue
 from tectum.config import Settings
-from tectum.errors import UnavailableError
+from tectum.errors import TectumError
 from tectum.observe.metrics import Metrics
 from tectum.pipeline.pipeline import Pipeline
-from tectum.serving import native, problems
+from tectum.serving import native, problems, sglang
 from tectum.serving.bodies import openapi_schemas
 from tectum.serving.guard import BodyBudget, Guard, Tokens
+from tectum.serving.health import Health
 from tectum.workers.pool import WorkerPool
 
-#: of `--stall-timeout`: an encoder that finishes nothing for so long is called unhealthy, before it is replaced
-STALLED_SHARE = 0.75
 
-
-def create_app(pipeline: Pipeline, pool: WorkerPool, settings: Settings, metrics: Metrics) -> FastAPI:
-    """The ASGI application, on a pipeline and the encoders that work for it.
+def create_app(
+    pipeline: Pipeline, pool: WorkerPool, settings: Settings, metrics: Metrics, doors: sglang.Doors, health: Health
+) -> FastAPI:
+    """The ASGI application, on a pipeline and the encoders that work for it. `doors` are SGLang's.
 
     Raises StartupError when the token file cannot be read.
     """
@@ -37,18 +37,25 @@ def create_app(pipeline: Pipeline, pool: WorkerPool, settings: Settings, metrics
     )
     problems.install(app)
     app.include_router(native.router(pipeline, settings))
-    _add_health(app, pipeline, pool, settings)
+    if settings.transfer_backend != "none":
+        app.include_router(sglang.router(doors, health, settings))
+    _add_health(app, pipeline, pool, health)
     _add_pages(app, pool, settings, metrics)
     _add_catalogue(app)
     app.openapi = _documented(app.openapi)  # type: ignore[method-assign]
     budget = BodyBudget(settings.max_bodies_bytes, metrics.refused)
     metrics.watch_bodies(budget)
     tokens = None if settings.token_file is None else Tokens(settings.token_file)
-    app.add_middleware(Guard, settings=settings, tokens=tokens, budget=budget, hung_up=metrics.hung_up)
+    app.add_middleware(Guard, settings=settings, tokens=tokens, budget=budget, hung_up=metrics.hung_up, refuse=_refusal)
     return app
 
 
-def _add_health(app: FastAPI, pipeline: Pipeline, pool: WorkerPool, settings: Settings) -> None:
+def _refusal(path: str, error: TectumError) -> Response:
+    """The answer to a request that no route sees, in the form that callers of its path read."""
+    return sglang.refusal(error) if path in sglang.PATHS else problems.problem_response(error)
+
+
+def _add_health(app: FastAPI, pipeline: Pipeline, pool: WorkerPool, health: Health) -> None:
     """Probes. None of them waits for work, so that they never queue behind it."""
 
     @app.get("/health/live", tags=["health"], summary="The process answers")
@@ -57,19 +64,13 @@ def _add_health(app: FastAPI, pipeline: Pipeline, pool: WorkerPool, settings: Se
 
     @app.get("/health/ready", tags=["health"], summary="New work is taken")
     async def ready() -> Response:
-        if pipeline.ledger.closing:
-            raise UnavailableError("shutting_down", "The encoder is shutting down", retry_after=1.0)
-        if not pool.up:
-            raise UnavailableError("worker_lost", "No encoder process is up; one is being started", retry_after=1.0)
+        health.check_ready()
         return JSONResponse({"status": "ready", "live_requests": len(pipeline.ledger), "workers_up": pool.up})
 
     @app.get("/health/progress", tags=["health"], summary="Work that was accepted gets done")
     async def progress() -> Response:
         """Unhealthy when an encoder with pending work has finished no step for three quarters of `--stall-timeout`."""
-        stalled = pool.stalled_for()
-        if stalled > STALLED_SHARE * settings.stall_timeout:
-            text = f"An encoder has pending work and finished no step of it for {stalled:.0f} s"
-            raise UnavailableError("encoder_stalled", text, retry_after=5.0)
+        stalled = health.check_progress()
         return JSONResponse({"status": "progressing", "stalled_s": round(stalled, 3), "workers": pool.describe()})
 
 
