@@ -71,7 +71,7 @@ def _flag(name: str, info: Any) -> inspect.Parameter:
         plain = str
     choices = f" [{'|'.join(get_args(info.annotation))}]" if get_origin(info.annotation) is Literal else ""
     inner = [kind for kind in get_args(plain) if kind is not type(None)]
-    kind = inner[0] if inner else plain
+    kind = str if str in inner else inner[0] if inner else plain
     default = (
         "" if info.default is None else f" [default: {str(info.default).lower() if kind is bool else info.default}]"
     )

@@ -156,7 +156,7 @@ def _loading(model: str, settings: Settings, console: Console) -> Iterator[Calla
     """A progress bar for each encoder process, on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks = [bar.add_task(f"{number}: starting {model}", total=1.0) for number in range(settings.workers)]
+        tasks = [bar.add_task(f"{number}: starting {model}", total=1.0) for number in range(settings.lanes)]
         yield lambda lane, what, fraction: bar.update(tasks[lane], description=f"{lane}: {what}", completed=fraction)
 
 
