@@ -28,6 +28,9 @@ except ModuleNotFoundError:
     raise StartupError("missing_dependency", text) from None
 
 log = logging.getLogger("tectum.workers")
+
+#: times that a cluster which answers is asked to take this service as a client: one that has just started may not manage
+TRIES = 3
 T = TypeVar("T")
 
 
@@ -63,8 +66,8 @@ class RayActors(RemoteLauncher):
     async def close(self) -> None:
         await super().close()
         if self._connected_here:
+            self._connected_here = False
             await self.call(ray.shutdown)
-        self._thread.shutdown(wait=False)
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
         """Call into Ray. Raises StartupError `cluster_unavailable` for whatever it raises."""
@@ -87,7 +90,13 @@ class RayActors(RemoteLauncher):
             return
         address = self._settings.ray_address
         assert address is not None, "actors are for a cluster"
-        ray.init("auto" if address == f"{RAY_SCHEME}auto" else address, log_to_driver=False)
+        for left in reversed(range(TRIES)):
+            try:
+                ray.init("auto" if address == f"{RAY_SCHEME}auto" else address, log_to_driver=False)
+                break
+            except ConnectionAbortedError:  # its Ray Client server is there, but did not get this client's own server up
+                if not left:
+                    raise
         self._connected_here = True
 
     def create(self, lane: int) -> Any:
@@ -147,5 +156,7 @@ def _retrieve(answer: asyncio.Future[Any]) -> None:
 
 
 def unavailable(error: BaseException) -> StartupError:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    return StartupError("cluster_unavailable", f"The Ray cluster cannot be used: {type(error).__name__}: {first[:120]}")
+    """Whatever Ray raised, in one line; where it sends a traceback along, its end says what happened."""
+    lines = str(error).strip().splitlines() or [""]
+    text = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+    return StartupError("cluster_unavailable", f"The Ray cluster cannot be used: {type(error).__name__}: {text}")
