@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 import tectum
 from tectum.errors import StartupError, TectumError
@@ -225,7 +226,7 @@ def main() -> None:
         if "--json" in sys.argv:
             print(json.dumps({"error": error.to_problem()}))
         where = "" if error.item is None else f" (item {error.item})"
-        text = f"{error.message}{where} \\[{error.code}]"
+        text = escape(f"{error.message}{where} [{error.code}]")
         Console(stderr=True).print(f"[bold red]error[/] {text}", highlight=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, StartupError) else 1)
 

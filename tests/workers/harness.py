@@ -49,7 +49,9 @@ class DiallingProcess:
         if self._process is None or self._process.poll() is not None:
             host, port = self._launcher.listener.address
             told = f"{host} {port} {self._launcher.listener.secret.hex()} {self._lane}\n"
-            self._process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE)
+            self._process = subprocess.Popen(  # noqa: ASYNC220 (a fork takes a millisecond)
+                [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE
+            )
             assert self._process.stdin is not None
             self._process.stdin.write(told.encode())
             self._process.stdin.flush()
@@ -87,7 +89,7 @@ class House:
     async def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
         """Poll: what is waited for happens in other processes, which this one hears of at its own time."""
         async with asyncio.timeout(seconds):
-            while not condition():
+            while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def all_up(self) -> None:
@@ -118,11 +120,11 @@ def house(model: str, launcher: Callable[[str, Settings], Launcher] | None = Non
 
 async def _ended(pids: list[int]) -> None:
     async with asyncio.timeout(20):
-        while any(_runs(pid) for pid in pids):
+        while any(still_runs(pid) for pid in pids):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
-def _runs(pid: int) -> bool:
+def still_runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

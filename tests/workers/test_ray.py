@@ -17,7 +17,7 @@ import pytest
 from tectum import Client, Encoder
 from tectum.demo.encoder_process import EncoderProcess
 from tectum.errors import StartupError
-from tests.workers.harness import FLAGS, _runs, house, picture, requests
+from tests.workers.harness import FLAGS, house, picture, requests, still_runs
 from tests.workers.test_pools import lost, runs
 
 pytestmark = pytest.mark.ray
@@ -61,7 +61,10 @@ def test_a_node_that_dies_takes_along_only_its_encoders_and_ray_places_them_anew
 
 
 def test_a_cluster_without_room_is_said_so_and_nothing_is_left_there(tiny, cluster):
-    with pytest.raises(StartupError) as caught, house(str(tiny), workers=cluster.address, replicas=5, replica_timeout=8.0):
+    with (
+        pytest.raises(StartupError) as caught,
+        house(str(tiny), workers=cluster.address, replicas=5, replica_timeout=8.0),
+    ):
         pass
     assert caught.value.code == "cluster_unavailable"
     assert "no place was found" in caught.value.message
@@ -90,23 +93,22 @@ def test_the_service_serves_from_the_cluster_and_ends_its_actors(tiny: Path, clu
         expected = here.encode(media)
     address = cluster.address if where == "client" else "ray://auto"
     flags = ("--forward-threads", "1", "--workers", address, "--replicas", "2", "--stall-timeout", "3")
-    with EncoderProcess(tiny, *flags) as process:
-        with Client(process.url) as client:
-            got = client.encode(media)
-            assert np.array_equal(np.asarray(got.rows), np.asarray(expected.rows))
-            first = _workers(process)
-            os.kill(first[0]["pid"], signal.SIGSTOP)  # Ray sees nothing wrong: the service has it replaced
-            codes = {_status(process, seed) for seed in range(8)}
-            assert codes == {200, 503}
-            deadline = time.monotonic() + 60
-            while not all(each["pid"] for each in _workers(process)):
-                assert time.monotonic() < deadline, "it was not replaced"
-                time.sleep(0.1)
-            second = _workers(process)
-            assert second[0]["pid"] != first[0]["pid"]
-            assert {_status(process, seed) for seed in range(8)} == {200}
+    with EncoderProcess(tiny, *flags) as process, Client(process.url) as client:
+        got = client.encode(media)
+        assert np.array_equal(np.asarray(got.rows), np.asarray(expected.rows))
+        first = _workers(process)
+        os.kill(first[0]["pid"], signal.SIGSTOP)  # Ray sees nothing wrong: the service has it replaced
+        codes = {_status(process, seed) for seed in range(8)}
+        assert codes == {200, 503}
+        deadline = time.monotonic() + 60
+        while not all(each["pid"] for each in _workers(process)):
+            assert time.monotonic() < deadline, "it was not replaced"
+            time.sleep(0.1)
+        second = _workers(process)
+        assert second[0]["pid"] != first[0]["pid"]
+        assert {_status(process, seed) for seed in range(8)} == {200}
     ended = time.monotonic() + 20
-    while any(_runs(each["pid"]) for each in second):
+    while any(still_runs(each["pid"]) for each in second):
         assert time.monotonic() < ended, "an actor outlives its service"
         time.sleep(0.05)
 

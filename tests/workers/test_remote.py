@@ -189,7 +189,10 @@ def test_an_encoder_obeys_no_service_that_does_not_know_the_secret() -> None:
 
         pretending = threading.Thread(target=pretend)
         pretending.start()
-        with socket.create_connection(impostor.getsockname()) as link, pytest.raises(ValueError, match="not the service"):
+        with (
+            socket.create_connection(impostor.getsockname()) as link,
+            pytest.raises(ValueError, match="not the service"),
+        ):
             afar.greet(link, b"secret", 0)
         pretending.join(10)
 
@@ -211,7 +214,10 @@ def test_a_newer_line_of_a_lane_takes_the_place_of_one_that_leads_nowhere() -> N
 
 def test_why_an_encoder_could_not_load_travels() -> None:
     async def test(listener: Listener) -> None:
-        for said, code in [(Failed(0, messages.problem(StartupError("model_not_found", "no"))), "model_not_found"), (None, "")]:
+        for said, code in [
+            (Failed(0, messages.problem(StartupError("model_not_found", "no"))), "model_not_found"),
+            (None, ""),
+        ]:
             peer = await Peer.connect(listener)
             await peer.prove()
             line = await listener.line(0)

@@ -161,6 +161,6 @@ def _loading(model: str, settings: Settings, console: Console) -> Iterator[Calla
 
 
 def _say_loaded(pool: WorkerPool, console: Console) -> None:
-    card, many = pool.card, f" in {pool.lanes} processes" if pool.lanes > 1 else ""
+    card, many = pool.card, f" in {pool.up} processes" if pool.up > 1 else ""
     size = f"{card['encoder_bytes'] / 1e6:.1f} MB of {card['dtype']} on {card['device']}{many}"
     console.print(f"loaded {card['family']} encoder: {size}", highlight=False)

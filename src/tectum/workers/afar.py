@@ -58,11 +58,14 @@ def _connect(host: str, port: int, secret: bytes, lane: int) -> tuple[socket.soc
     """Try until the service answers: only whoever started this knows whether it still is there, and ends it when not."""
     delay = RETRY
     while True:
+        link: socket.socket | None = None
         try:
             link = socket.create_connection((host, port), PATIENCE)
             return link, greet(link, secret, lane)
         except (OSError, ValueError) as error:
             log.warning("lane %d cannot connect to its service: %s", lane, error)
+            if link is not None:
+                link.close()
         time.sleep(delay)
         delay = min(2 * delay, LONGEST_RETRY)
 

@@ -94,7 +94,9 @@ class RayActors(RemoteLauncher):
             try:
                 ray.init("auto" if address == f"{RAY_SCHEME}auto" else address, log_to_driver=False)
                 break
-            except ConnectionAbortedError:  # its Ray Client server is there, but did not get this client's own server up
+            except (
+                ConnectionAbortedError
+            ):  # its Ray Client server is there, but did not get this client's own server up
                 if not left:
                     raise
         self._connected_here = True

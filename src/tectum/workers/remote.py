@@ -391,7 +391,7 @@ class RemoteLauncher:
             line = await self._connected(lane, encoder, tell)
             await line.begin(Start(self._model, lane, self._settings.model_dump(mode="json")), on_message, tell)
         except BaseException:
-            del self._encoders[lane]
+            self._encoders.pop(lane, None)
             await encoder.retire()
             raise
         return line
@@ -402,7 +402,7 @@ class RemoteLauncher:
         try:
             async with asyncio.timeout(self._settings.replica_timeout):
                 node = await encoder.place()
-                where = f"it runs, but does not reach {self._settings.workers_host}"
+                where = f"it runs, but did not get through to {self._settings.workers_host}"
                 line = await self.listener.line(lane)
         except TimeoutError:
             text = f"An encoder did not connect within {self._settings.replica_timeout:g} s: {where}"
