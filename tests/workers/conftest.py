@@ -20,10 +20,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
+#: as few and as small processes a node as Ray allows
+SIZE = {"object_store_memory": 80 * 1024 * 1024, "include_dashboard": False}
+
+
 class TwoNodes:
     """A Ray cluster of two nodes on this machine. address: of its Ray Client server."""
-
-    SIZE = {"object_store_memory": 80 * 1024 * 1024, "include_dashboard": False}
 
     def __init__(self, cpus: int) -> None:
         from ray.cluster_utils import Cluster
@@ -33,11 +35,11 @@ class TwoNodes:
             port = free.getsockname()[1]
         self._cpus = cpus
         self.address = f"ray://127.0.0.1:{port}"
-        self.cluster = Cluster(True, head_node_args={"num_cpus": cpus, "ray_client_server_port": port, **self.SIZE})
+        self.cluster = Cluster(True, head_node_args={"num_cpus": cpus, "ray_client_server_port": port, **SIZE})
         self.second = self.add()
 
     def add(self) -> Any:
-        return self.cluster.add_node(num_cpus=self._cpus, **self.SIZE)
+        return self.cluster.add_node(num_cpus=self._cpus, **SIZE)
 
 
 @pytest.fixture(scope="session")
