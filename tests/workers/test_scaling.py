@@ -67,6 +67,7 @@ def test_a_pool_takes_on_an_encoder_for_queued_work_and_lets_it_go_idle(tiny, mo
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(400)
 def test_ray_gives_and_takes_encoders(tiny, cluster, monkeypatch):
     monkeypatch.setattr(scaling, "SHRINK_AFTER", 0.0)
     with house(str(tiny), workers=cluster.address, replicas=1, max_replicas=3, replica_patches=100) as made:
