@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 import tectum
 from tectum.errors import StartupError, TectumError
@@ -71,7 +72,7 @@ def _flag(name: str, info: Any) -> inspect.Parameter:
         plain = str
     choices = f" [{'|'.join(get_args(info.annotation))}]" if get_origin(info.annotation) is Literal else ""
     inner = [kind for kind in get_args(plain) if kind is not type(None)]
-    kind = inner[0] if inner else plain
+    kind = str if str in inner else inner[0] if inner else plain
     default = (
         "" if info.default is None else f" [default: {str(info.default).lower() if kind is bool else info.default}]"
     )
@@ -245,7 +246,7 @@ def main() -> None:
         if "--json" in sys.argv:
             print(json.dumps({"error": error.to_problem()}))
         where = "" if error.item is None else f" (item {error.item})"
-        text = f"{error.message}{where} \\[{error.code}]"
+        text = escape(f"{error.message}{where} [{error.code}]")
         Console(stderr=True).print(f"[bold red]error[/] {text}", highlight=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, StartupError) else 1)
 

@@ -244,11 +244,11 @@ def _loading(model: str, settings: Settings, console: Console) -> Iterator[Calla
     """A progress bar for each encoder process, on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks = [bar.add_task(f"{number}: starting {model}", total=1.0) for number in range(settings.workers)]
+        tasks = [bar.add_task(f"{number}: starting {model}", total=1.0) for number in range(settings.lanes)]
         yield lambda lane, what, fraction: bar.update(tasks[lane], description=f"{lane}: {what}", completed=fraction)
 
 
 def _say_loaded(pool: WorkerPool, console: Console) -> None:
-    card, many = pool.card, f" in {pool.lanes} processes" if pool.lanes > 1 else ""
+    card, many = pool.card, f" in {pool.up} processes" if pool.up > 1 else ""
     size = f"{card['encoder_bytes'] / 1e6:.1f} MB of {card['dtype']} on {card['device']}{many}"
     console.print(f"loaded {card['family']} encoder: {size}", highlight=False)
