@@ -19,7 +19,7 @@ setup: $(STAMP) ## Build .venv with everything (again only when the dependencies
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (about a minute with a warm cache)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,trace,dev]'
 	@touch $@
 
 demo: setup ## Run the main job: encode in one process, use the rows in another, compare (ARGS=--json)

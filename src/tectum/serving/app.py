@@ -12,11 +12,12 @@ import tectum
 from tectum import catalogue
 from tectum.config import Settings
 from tectum.errors import UnavailableError
+from tectum.observe import trace
 from tectum.observe.metrics import Metrics
 from tectum.pipeline.pipeline import Pipeline
 from tectum.serving import native, problems
 from tectum.serving.bodies import EncodeBody
-from tectum.serving.guard import Guard, read_token
+from tectum.serving.guard import Guard, TraceCaller, read_token
 from tectum.workers.pool import WorkerPool
 
 #: of `--stall-timeout`: an encoder that finishes nothing for so long is called unhealthy, before it is replaced
@@ -41,6 +42,8 @@ def create_app(pipeline: Pipeline, pool: WorkerPool, settings: Settings, metrics
     _add_catalogue(app)
     app.openapi = _documented(app.openapi)  # type: ignore[method-assign]
     token = read_token(settings.token_file)
+    if trace.wanted(settings.trace_endpoint):
+        app.add_middleware(TraceCaller)
     app.add_middleware(Guard, token=token, max_body_bytes=settings.max_body_bytes)
     return app
 

@@ -1,4 +1,4 @@
-"""What stands before every route: the bearer token and the cap on a body. Plain ASGI, so that it costs little."""
+"""What stands before every route: the bearer token, the cap on a body, the caller's trace. Plain ASGI: it costs little."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tectum.errors import BadRequestError, StartupError
+from tectum.observe import trace
 from tectum.serving.problems import problem_response
 
 #: paths that answer without a token: probes need no secret, and an error's page is the same for everybody
@@ -73,3 +74,17 @@ class Guard:
 
     def _too_large(self) -> BadRequestError:
         return BadRequestError("body_too_large", f"The body is larger than --max-body-bytes {self._max_body}")
+
+
+class TraceCaller:
+    """Notes the trace that a call belongs to (its `traceparent`), for whoever makes spans while it is served."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._names = {name.encode(): name for name in trace.HEADERS}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            found = {self._names[key]: value.decode("latin-1") for key, value in scope["headers"] if key in self._names}
+            trace.caller.set(found)  # a call is served in a context of its own
+        await self.app(scope, receive, send)

@@ -21,11 +21,12 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+import tectum
 from tectum.config import Settings
 from tectum.errors import StartupError
-from tectum.observe import logs
+from tectum.observe import logs, trace
 from tectum.observe.metrics import Metrics
-from tectum.pipeline.pipeline import Pipeline
+from tectum.pipeline.pipeline import Observer, Pipeline
 from tectum.pipeline.service import running_pipeline
 from tectum.pipeline.stages import Stages
 from tectum.serving.app import create_app
@@ -43,7 +44,7 @@ def serve(model: str, settings: Settings, console: Console | None = None) -> int
     Raises StartupError: `port_in_use`, `model_not_found`, `unsupported_architecture`, `invalid_settings`.
     """
     console = console or Console(stderr=True)
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     listener = bind(settings.host, settings.port)
     with listener:
         return uvloop.run(_serve(model, settings, listener, console))
@@ -72,12 +73,16 @@ def bind(host: str, port: int) -> socket.socket:
 
 async def _serve(model: str, settings: Settings, listener: socket.socket, console: Console) -> int:
     metrics = Metrics()
+    observers: list[Observer] = [metrics, logs.RequestLog()]
     async with AsyncExitStack() as open_:
+        if trace.wanted(settings.trace_endpoint):
+            tracing = trace.Tracing(trace.exporting(settings.trace_endpoint, tectum.__version__))
+            open_.callback(tracing.close)
+            observers.append(tracing)
         with _loading(model, settings, console) as tell:
             pool = WorkerPool(model, settings, tell)
             stages = await open_.enter_async_context(Stages(pool, settings))
         _say_loaded(pool, console)
-        observers = (metrics, logs.RequestLog())
         pipeline = await open_.enter_async_context(running_pipeline(stages, settings, observers))
         metrics.watch(pipeline.ledger, pool)
         app = create_app(pipeline, pool, settings, metrics)

@@ -236,7 +236,7 @@ def main(link_fd: int, staging_fd: int) -> None:
     start = messages.decode_for_encoder(bodies[0])
     assert isinstance(start, messages.Start), "the first message starts the encoder"
     settings = Settings(**start.settings)
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     try:
         unit = _load(line, start, settings)
     except TectumError as error:
