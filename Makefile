@@ -37,7 +37,7 @@ lint: setup ## Check style, types and the direction of imports
 format: setup ## Format the code
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --fix --quiet .
 
-bench: setup ## Measure the server against the bare loop (ARGS='--rounds 5')
+bench: setup ## Measure the server against its targets (ARGS='--rounds 1 --seconds 2 --null-requests 5000')
 	@$(TEST_ENV) $(BIN)/python -m bench $(ARGS)
 
 sim: setup ## Simulate the lifecycle for long (ARGS='--seeds 200000')

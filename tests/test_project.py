@@ -16,7 +16,16 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 
 @pytest.mark.parametrize(
-    "module", ["tectum", "tectum.engines.client", "tectum.engines.transformers", "tectum.delivery.wire", "tectum.cli"]
+    "module",
+    [
+        "tectum",
+        "tectum.engines.client",
+        "tectum.engines.transformers",
+        "tectum.delivery.wire",
+        "tectum.cli",
+        "tectum.bench.run",
+        "tectum.bench.generator",
+    ],
 )
 def test_the_base_install_imports_nothing_heavy(module):
     heavy = "torch transformers torchvision fastapi PIL uvicorn"

@@ -25,6 +25,7 @@ from typing import Any
 
 from PIL import Image
 
+from tectum.bench import null
 from tectum.config import Settings
 from tectum.delivery.staging import StagingMap
 from tectum.errors import InternalError, StartupError, TectumError
@@ -184,6 +185,8 @@ def _one_thread() -> None:
 
 def _load(line: Line, start: messages.Start, settings: Settings) -> Any:
     """The encoder, loaded and warm; the service hears of the progress."""
+    if start.model.startswith(null.PREFIX):
+        return null.NullUnit(start.model)
     import torch
 
     from tectum.models.load import load_adapter
