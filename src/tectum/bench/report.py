@@ -38,6 +38,8 @@ def show(console: Console, result: dict[str, Any]) -> None:
         )
         table.add_row(kind, str(found["sent"]), str(good), other, f"{found['rate']:.1f}", *latencies)
     console.print(table)
+    for kind, latency in result.get("probes", {}).items():
+        console.print(f"{kind}: p50 {latency['p50']:.1f} ms, p99 {latency['p99']:.1f} ms", highlight=False)
     stages = ", ".join(f"{stage} {value:.1f}" for stage, value in result["stages_ms"].items())
     if stages:
         console.print(f"mean ms on the server: {stages}", highlight=False)
