@@ -159,7 +159,10 @@ def _encode_there(url: str, files: list[str], options: dict[str, Any], token_fil
 
 
 def _token(file: Path | None) -> str | None:
-    return None if file is None else file.read_text().splitlines()[0].strip()
+    try:
+        return None if file is None else file.read_text().splitlines()[0].strip()
+    except (OSError, UnicodeDecodeError, IndexError):
+        raise StartupError("invalid_settings", f"token_file: {file} cannot be read or is empty") from None
 
 
 @app.command()

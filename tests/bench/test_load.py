@@ -198,7 +198,9 @@ def test_the_server_counted_what_the_load_says(server):
     assert finished(server)["ok"] - before == found["sent"] + 1  # and the one that was tried first
     assert found["rate"] > 0
     assert set(result["stages_ms"]) == {"fetch", "prepare", "queue", "forward"}
-    assert result["probes"]["live"]["p50"] > 0 < result["probes"]["release"]["p50"]
+    for probe in (result["probes"]["live"], result["probes"]["release"]):
+        assert probe["outcomes"] == {"ok": probe["sent"]}
+        assert probe["latency_ms"]["p50"] > 0
     assert "send_lag_ms" not in result
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import gzip
 import itertools
+import subprocess
+import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import httpx2
@@ -17,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from tectum.demo.encoder_process import EncoderProcess
-from tectum.errors import BadRequestError, InternalError
+from tectum.errors import BadRequestError, InternalError, StartupError
 from tectum.observe import trace
 from tectum.types import Destination, EncodeRequest, MediaItem, Modality
 from tests.pipeline.harness import inline, request, scenario, start
@@ -242,3 +245,30 @@ def test_a_server_sends_its_traces_to_the_collector(tiny, how, monkeypatch):
         (root,) = (span for span in ours if span.name == "tectum.request")
         assert root.parent_span_id.hex() == "00f067aa0ba902b7"
         assert collector.attributes["service.name"] == "tectum"
+
+
+def test_a_collector_that_is_gone_disturbs_neither_requests_nor_the_exit(tiny):
+    with EncoderProcess(tiny, "--forward-threads", "1", "--trace-endpoint", "http://127.0.0.1:9") as server:
+        form = {"request": '{"items":[{"type":"image","file":"f"}]}'}
+        assert httpx2.post(f"{server.url}/v1/encode", data=form, files={"f": jpeg()}).status_code == 200
+        started = time.monotonic()
+        assert server.stop(patience=30) == 0
+        assert time.monotonic() - started < trace.PATIENCE + 3  # by itself it would try for ten seconds
+
+
+def test_traces_without_their_extra_say_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(StartupError, match=r'pip install "tectum\[trace\]"') as missing:
+        trace.exporting("http://127.0.0.1:9", "1")
+    assert missing.value.code == "missing_dependency"
+
+
+def test_traces_are_off_unless_a_collector_is_given(monkeypatch):
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    assert not trace.wanted(None)
+    assert trace.wanted("http://127.0.0.1:4318")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:4318/v1/traces")
+    assert trace.wanted(None)
+    program = "import sys, tectum.serving.server; print([m for m in sys.modules if m.startswith('opentelemetry.sdk')])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

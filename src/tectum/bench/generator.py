@@ -120,14 +120,19 @@ async def open_loop(plan: Plan, deck: Deck, sender: Sender, books: Books) -> Non
 async def probe(plan: Plan, links: Links, speaker: Speaker, books: Books) -> None:
     """Ask for health, and release something, in turn."""
     assert plan.probe is not None, "a probe has an interval"
-    link = await links.take()
     number = 0
     while (due := time.perf_counter()) < books.until:
-        if number % 2:
-            await speaker.release(link, number)
-        else:
-            await speaker.live(link)
-        books.add("release" if number % 2 else "live", "ok", due)
+        kind, outcome = ("release" if number % 2 else "live"), "ok"
+        try:
+            async with asyncio.timeout(plan.timeout):
+                link = await links.take()
+                await (speaker.release(link, number) if kind == "release" else speaker.live(link))
+                links.give_back(link)
+        except TimeoutError:
+            outcome = "no_answer"
+        except ConnectionError:
+            outcome = "connection_lost"
+        books.add(kind, outcome, due)
         number += 1
         await asyncio.sleep(plan.probe)
 

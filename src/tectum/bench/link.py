@@ -6,7 +6,7 @@ import asyncio
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
-from tectum.errors import UnavailableError
+from tectum.errors import StartupError
 
 
 class Answer(NamedTuple):
@@ -92,9 +92,10 @@ class Links:
     """Connections to one server, kept for reuse."""
 
     def __init__(self, url: str) -> None:
+        """Raises StartupError `invalid_settings` for anything but http://HOST[:PORT]."""
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
-            raise UnavailableError("server_unreachable", "The load goes to plain http:// addresses only")
+            raise StartupError("invalid_settings", "url: the load goes to http:// addresses only")
         self.host = parts.hostname
         self.port = parts.port or 80
         self._idle: list[Link] = []

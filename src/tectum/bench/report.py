@@ -30,7 +30,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
     table = Table(title=_title(result["plan"]), title_justify="left")
     for name in ("", "sent", "ok", "other", "ok/s", "p50 ms", "p90 ms", "p99 ms", "max ms"):
         table.add_column(name, justify="right" if name else "left")
-    for kind, found in result["kinds"].items():
+    for kind, found in (result["kinds"] | result.get("probes", {})).items():
         good = found["outcomes"].get("ok", 0)
         other = ", ".join(f"{n} {code}" for code, n in found["outcomes"].items() if code != "ok") or "0"
         latencies = (
@@ -38,8 +38,6 @@ def show(console: Console, result: dict[str, Any]) -> None:
         )
         table.add_row(kind, str(found["sent"]), str(good), other, f"{found['rate']:.1f}", *latencies)
     console.print(table)
-    for kind, latency in result.get("probes", {}).items():
-        console.print(f"{kind}: p50 {latency['p50']:.1f} ms, p99 {latency['p99']:.1f} ms", highlight=False)
     stages = ", ".join(f"{stage} {value:.1f}" for stage, value in result["stages_ms"].items())
     if stages:
         console.print(f"mean ms on the server: {stages}", highlight=False)

@@ -52,9 +52,7 @@ def measure(
     books = [report for report, part in zip(reports, plans, strict=True) if part.probe is None]
     result = {"plan": plan.describe(), **add_up(books, plan.seconds)}
     if probe is not None:
-        result["probes"] = {
-            kind: found["latency_ms"] for kind, found in add_up(reports[-1:], plan.seconds)["kinds"].items()
-        }
+        result["probes"] = add_up(reports[-1:], plan.seconds)["kinds"]
     return result
 
 
@@ -67,7 +65,9 @@ async def try_once(plan: Plan) -> None:
         draw = Deck(replace(plan, slow_share=share, cancel_share=0.0, pictures=1)).draw()
         try:
             async with asyncio.timeout(plan.timeout):
-                outcome = await speaker.encode(await links.take(), draw)
+                link = await links.take()
+                outcome = await speaker.encode(link, draw)
+                links.give_back(link)
         except (ConnectionError, TimeoutError):
             text = f"No encoder server answers at {links.host}:{links.port}"
             raise UnavailableError("server_unreachable", text) from None

@@ -15,6 +15,7 @@ that the pipeline measured. Needs `tectum[trace]`; off without a collector's add
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 caller: ContextVar[Mapping[str, str] | None] = ContextVar("tectum_trace_caller", default=None)
 #: headers that carry a caller's trace (W3C Trace Context)
 HEADERS = ("traceparent", "tracestate")
+#: seconds that the last spans may take to leave
+PATIENCE = 3.0
 _ENVIRONMENT = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
@@ -56,7 +59,8 @@ def exporting(endpoint: str | None, version: str) -> TracerProvider:
         raise StartupError("missing_dependency", text) from None
 
     service = os.environ.get("OTEL_SERVICE_NAME", "tectum")
-    provider = TracerProvider(resource=Resource.create({"service.name": service, "service.version": version}))
+    resource = Resource.create({"service.name": service, "service.version": version})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # `Tracing.close` does it, within its bound
     url = None if endpoint is None else f"{endpoint.rstrip('/')}/v1/traces"
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
     return provider
@@ -89,8 +93,10 @@ class Tracing(Watcher):
         self._walks: dict[int, _Walk] = {}
 
     def close(self) -> None:
-        """Send what was not sent yet."""
-        self._provider.shutdown()
+        """Send what was not sent yet, for a few seconds at most: a collector that is gone does not hold up the exit."""
+        sending = threading.Thread(target=self._provider.shutdown, name="tectum-trace-close", daemon=True)
+        sending.start()
+        sending.join(PATIENCE)
 
     # --- what the pipeline tells ---
 
