@@ -126,6 +126,7 @@ def test_a_failure_carries_its_code_and_reason_where_it_happened():
     async def test(pipeline, work):
         for stage, name, error in (
             ("prepare", "p", BadRequestError("media_decode_failed", "The JPEG picture is truncated", item=0)),
+            ("prepare", "f", BadRequestError("media_fetch_failed", "The media's server answered with status 404")),
             ("encode", "e", InternalError("non_finite_rows", "The rows hold values that are not finite")),
         ):
             work.gate(stage, name).outcome = error
@@ -136,6 +137,7 @@ def test_a_failure_carries_its_code_and_reason_where_it_happened():
     roots = {span.attributes["tectum.req_id"]: span for span in by_name(spans, "tectum.request")}
     for name, code, status, stage in (
         ("p", "media_decode_failed", 400, "prepare"),
+        ("f", "media_fetch_failed", 424, "fetch"),
         ("e", "non_finite_rows", 500, "forward"),
     ):
         root = roots[name]

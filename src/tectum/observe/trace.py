@@ -176,8 +176,9 @@ class Tracing(Watcher):
         """The stages that ended, each as long as it was measured; the one that failed, or was cut off, has the error."""
         assert walk.ended_at is not None, "the outcome comes first"
         seconds = job.seconds
-        if not job.prepared_at:  # how much of it was fetching is not known
-            self._step(walk, "prepare", walk.zero, walk.ended_at, error)
+        if not job.prepared_at:  # how much of it was fetching is not known, unless that is what failed
+            fetching = error is not None and error.code in _FAILS_FETCH
+            self._step(walk, "fetch" if fetching else "prepare", walk.zero, walk.ended_at, error)
             return
         prepare_at = job.prepared_at - seconds.get("prepare", 0.0)
         if any((item.url or "").startswith("http") for item in job.request.items):
@@ -194,6 +195,8 @@ class Tracing(Watcher):
             self._step(walk, "forward", walk.forward_at, walk.ended_at, error)
 
 
+#: codes that only a fetch fails with
+_FAILS_FETCH = frozenset({"media_fetch_failed", "media_fetch_timeout"})
 #: reasons of a release that say that the forward failed, where there was one
 _FAILS_FORWARD = frozenset({"encode_failed", "worker_lost"})
 
