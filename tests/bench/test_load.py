@@ -91,6 +91,9 @@ def test_distinct_pictures_are_other_bytes_and_the_same_pixels():
     (picture,) = jpegs(SMALL, 1)
     made = {distinct(picture, number) for number in (1, 2, 2**40)}
     assert len(made | {picture}) == 4
+    for each in made:  # the comment ends where its length says, and the rest is the picture
+        assert each[:4] == b"\xff\xd8\xff\xfe"
+        assert each[4 + int.from_bytes(each[4:6], "big") :] == picture[2:]
     pixels = [np.asarray(Image.open(io.BytesIO(each))) for each in (picture, *made)]
     assert all(np.array_equal(pixels[0], other) for other in pixels[1:])
 
