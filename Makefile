@@ -19,7 +19,7 @@ setup: $(STAMP) ## Build .venv with everything (again only when the dependencies
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (about a minute with a warm cache)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,sglang,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,sglang,trace,dev]'
 	@touch $@
 
 demo: setup ## Run the main job: encode in one process, use the rows in another, compare (ARGS=--json)
@@ -53,7 +53,7 @@ lint: setup ## Check style, types and the direction of imports
 format: setup ## Format the code
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --fix --quiet .
 
-bench: setup ## Measure the server against the bare loop (ARGS='--rounds 5')
+bench: setup ## Measure the server against its targets (ARGS='--rounds 1 --seconds 2 --null-requests 5000')
 	@$(TEST_ENV) $(BIN)/python -m bench $(ARGS)
 
 sim: setup ## Simulate the lifecycle for long (ARGS='--seeds 200000')

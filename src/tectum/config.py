@@ -64,6 +64,15 @@ class Settings(BaseSettings):
         30.0, ge=0, le=3600, description="Seconds that accepted work may take to finish after SIGTERM."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="Form of a log line: for people, or one JSON object."
+    )
+    trace_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://",
+        description="OTLP/HTTP collector that gets a trace of each request, such as http://localhost:4318; else that of "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, else none. Needs tectum[trace].",
+    )
 
     # the encoder
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")

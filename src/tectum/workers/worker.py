@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from PIL import Image
 
+from tectum.bench import null
 from tectum.config import Settings
 from tectum.delivery.staging import StagingMap
 from tectum.errors import InternalError, StartupError, TectumError
@@ -210,6 +211,8 @@ def _one_thread() -> None:
 
 def _load(line: Line, start: messages.Start, settings: Settings) -> Any:
     """The encoder, loaded and warm; the service hears of the progress."""
+    if start.model.startswith(null.PREFIX):
+        return null.NullUnit(start.model)
     import torch
 
     from tectum.media.policy import MediaPolicy
@@ -269,7 +272,7 @@ def serve(line: Line, slots: Slots) -> None:
     start = messages.decode_for_encoder(body)
     assert isinstance(start, messages.Start), "the first message starts the encoder"
     settings = Settings(**start.settings)
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     try:
         unit = _load(line, start, settings)
     except TectumError as error:
