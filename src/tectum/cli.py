@@ -161,10 +161,18 @@ def _encode_there(url: str, files: list[str], options: dict[str, Any], token_fil
 
 @app.command()
 def demo(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the pictures.")] = False,
+    swap: Annotated[bool, typer.Option(help="Swap the rows of two pictures on purpose: the answer swaps.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the drawn scenes.")] = 1,
+    engine: Annotated[str | None, typer.Option(help="Answer through a real engine: vllm or sglang.")] = None,
 ) -> None:
-    """Encode photographs in one process, use their rows in another, and compare with the model in one piece."""
-    raise typer.Exit(_needs_serve("tectum.demo.run", "run_demo")(json_output=as_json))
+    """Answer questions about drawn pictures from rows that another process encoded, and compare with one process.
+
+    Then the same with photographs: rows and logits must be equal to the bit.
+    """
+    if engine is not None:
+        raise typer.Exit(_needs_serve("tectum.demo.through_engine", "run_through_engine")(engine, seed, as_json))
+    raise typer.Exit(_needs_serve("tectum.demo.run", "run_demo")(json_output=as_json, swap=swap, seed=seed))
 
 
 @app.command()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
+from prometheus_client import Gauge
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 import tectum
@@ -14,7 +15,7 @@ from tectum.config import Settings
 from tectum.errors import UnavailableError
 from tectum.observe.metrics import Metrics
 from tectum.pipeline.pipeline import Pipeline
-from tectum.serving import native, problems
+from tectum.serving import dashboard, native, problems
 from tectum.serving.bodies import EncodeBody
 from tectum.serving.guard import Guard, read_token
 from tectum.workers.pool import WorkerPool
@@ -23,9 +24,12 @@ from tectum.workers.pool import WorkerPool
 STALLED_SHARE = 0.75
 
 
-def create_app(pipeline: Pipeline, pool: WorkerPool, settings: Settings, metrics: Metrics) -> FastAPI:
+def create_app(
+    pipeline: Pipeline, pool: WorkerPool, settings: Settings, metrics: Metrics, recent: dashboard.Recent | None = None
+) -> FastAPI:
     """The ASGI application, on a pipeline and the encoders that work for it.
 
+    recent: the observer whose outcomes the live page shows; without it there is no page.
     Raises StartupError when the token file cannot be read.
     """
     app = FastAPI(
@@ -41,6 +45,11 @@ def create_app(pipeline: Pipeline, pool: WorkerPool, settings: Settings, metrics
     _add_catalogue(app)
     app.openapi = _documented(app.openapi)  # type: ignore[method-assign]
     token = read_token(settings.token_file)
+    if recent is not None:
+        page = dashboard.Dashboard(pipeline, pool, settings, recent)
+        app.include_router(dashboard.router(page, token))
+        pages = Gauge("encoder_live_pages", "Live pages that are open.", registry=metrics.registry)
+        pages.set_function(lambda: page.open_pages)
     app.add_middleware(Guard, token=token, max_body_bytes=settings.max_body_bytes)
     return app
 

@@ -10,9 +10,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tectum.errors import BadRequestError, StartupError
 from tectum.serving.problems import problem_response
 
-#: paths that answer without a token: probes need no secret, and an error's page is the same for everybody
-OPEN_PATHS = frozenset({"/health/live", "/health/ready", "/health/progress"})
-OPEN_PREFIXES = ("/errors/", "/api/errors/")
+#: paths that answer without a token: probes need no secret, and an error's page and the live page's files are the same
+#: for everybody (`/` answers 401 with the page, which asks for the token)
+OPEN_PATHS = frozenset({"/", "/health/live", "/health/ready", "/health/progress"})
+OPEN_PREFIXES = ("/errors/", "/api/errors/", "/dashboard/static/")
 
 
 def read_token(path: Path | None) -> bytes | None:

@@ -25,10 +25,11 @@ from tectum.config import Settings
 from tectum.errors import StartupError
 from tectum.observe import logs
 from tectum.observe.metrics import Metrics
-from tectum.pipeline.pipeline import Pipeline
+from tectum.pipeline.pipeline import Observer, Pipeline
 from tectum.pipeline.service import running_pipeline
 from tectum.pipeline.stages import Stages
 from tectum.serving.app import create_app
+from tectum.serving.dashboard import Recent
 from tectum.workers.pool import WorkerPool
 
 log = logging.getLogger("tectum.server")
@@ -77,10 +78,13 @@ async def _serve(model: str, settings: Settings, listener: socket.socket, consol
             pool = WorkerPool(model, settings, tell)
             stages = await open_.enter_async_context(Stages(pool, settings))
         _say_loaded(pool, console)
-        observers = (metrics, logs.RequestLog())
+        recent = Recent() if settings.dashboard else None
+        observers: list[Observer] = [metrics, logs.RequestLog()]
+        if recent is not None:
+            observers.append(recent)
         pipeline = await open_.enter_async_context(running_pipeline(stages, settings, observers))
         metrics.watch(pipeline.ledger, pool)
-        app = create_app(pipeline, pool, settings, metrics)
+        app = create_app(pipeline, pool, settings, metrics, recent)
         server = _Server(
             uvicorn.Config(
                 app,
