@@ -103,6 +103,12 @@ class Settings(BaseSettings):
     max_live_requests: int = Field(
         256, ge=1, le=1_000_000, description="Most live requests; more are refused with 503."
     )
+    max_request_patches: int = Field(
+        131_072,
+        ge=1,
+        le=1_000_000_000,
+        description="Most input patches of one request (its forward holds up others); more are refused with 413.",
+    )
     max_queued_patches: int = Field(
         524_288, ge=1, le=1_000_000_000, description="Most input patches waiting for a forward; more are refused."
     )

@@ -234,6 +234,15 @@ def test_limits_at_the_door_say_when_to_come_back():
     assert all(error.status == 503 and error.retry_after >= 1 for error in refused)
 
 
+def test_a_request_whose_forward_would_hold_up_others_is_refused_with_the_limit():
+    ledger = Ledger(Limits(max_request_patches=9))
+    ledger.handle(Accept("r", b"c", 1, INLINE), 0.0)
+    ledger.handle(M.PrepareStarted(1), 0.0)
+    wake, ended, free = ledger.handle(M.Prepared(1, SIZE), 0.0)
+    assert (wake.error.status, wake.error.code, wake.error.details) == (413, "request_too_large", {"limit": 9})
+    assert (ended.reason, free) == (M.Reason.ENCODE_FAILED, M.Free(1))
+
+
 def test_closing_refuses_new_work_and_tells_when_it_is_drained():
     ledger = Ledger()
     life = staged(ledger)

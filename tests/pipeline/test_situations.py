@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from tectum.errors import BadRequestError, DeliveryError, InternalError, TectumError
+from tectum.errors import BadRequestError, DeliveryError, InternalError, TectumError, UnavailableError
 from tectum.lifecycle.events import Milestone
 from tectum.lifecycle.ledger import Limits
 from tectum.types import Destination
@@ -484,6 +484,40 @@ def test_a_push_call_returns_when_every_receiver_has_its_rows():
         slow.open.set()
         assert (await call).rows == 4
         assert not work.held
+
+    scenario(test)
+
+
+def test_a_push_call_names_its_receivers_itself_under_an_id_that_was_used_before():
+    async def test(pipeline, work):
+        await inline(pipeline, request())  # an earlier life of the id leaves a tombstone
+        assert (await pipeline.deliver(request(), [ONE, TWO], 2)).rows == 4
+        assert sorted(work.sent) == [ONE.address, TWO.address]
+
+    scenario(test)
+
+
+def test_what_waits_for_a_lost_encoder_fails_at_once_and_staged_rows_stay():
+    async def test(pipeline, work):
+        await hold(pipeline, request("staged"))
+        busy = work.gate("encode", "busy")
+        running = start(inline(pipeline, request("busy")))
+        await busy.reached.wait()
+        waiting = start(inline(pipeline, request("waiting")))
+        told = start(pipeline.wait("waiting", Milestone.STAGED, 60))
+        await pipeline.wait("waiting", Milestone.METADATA, 10)
+        work.lose_lane(0)
+        for call in (waiting, told):
+            error = await refused(call, "worker_lost", 503)
+            assert error.retryable
+        assert not running.done(), "what runs reports its own end"
+        busy.outcome = UnavailableError("worker_lost", "planted")
+        busy.open.set()
+        await refused(running, "worker_lost", 503)
+        assert pipeline.ledger.tombstone("busy", 0.0).reason == "worker_lost"
+        async with pipeline.pull("staged") as job:
+            assert bytes(job.staged.lease) == b"picture"
+        assert await inline(pipeline, request("next")) == b"picture"
 
     scenario(test)
 

@@ -66,6 +66,7 @@ class Limits:
     """Bounds of the ledger. Times in seconds, sizes in bytes; `tectum.config.Settings` states each one's meaning."""
 
     max_live_requests: int = 256
+    max_request_patches: int = 131_072
     max_queued_patches: int = 524_288
     max_staged_bytes: int = 1 << 30
     encode_timeout: float = 120.0
@@ -268,9 +269,10 @@ class Ledger:
         if metadata.nbytes > limits.max_staged_bytes:
             text = f"The rows take {metadata.nbytes} bytes, more than --max-staged-bytes {limits.max_staged_bytes}"
             return BadRequestError("request_too_large", text)
-        if metadata.patches > limits.max_queued_patches:
-            text = f"The request has {metadata.patches} patches (--max-queued-patches {limits.max_queued_patches})"
-            return BadRequestError("request_too_large", text)
+        most = min(limits.max_request_patches, limits.max_queued_patches)
+        if metadata.patches > most:
+            text = f"The request has {metadata.patches} patches, at most {most} are taken (--max-request-patches)"
+            return BadRequestError("request_too_large", text, limit=most)
         if self.staged_bytes + metadata.nbytes > limits.max_staged_bytes:
             return self._overloaded(f"{self.staged_bytes} staged bytes (limit {limits.max_staged_bytes})", now)
         if self.queued_patches + metadata.patches > limits.max_queued_patches:

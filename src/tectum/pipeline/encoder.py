@@ -6,10 +6,12 @@ import asyncio
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from tectum.config import Settings
+from tectum.errors import BadRequestError, UnavailableError
 from tectum.items import MediaLike, as_media_items
 from tectum.pipeline.pipeline import Job, Pipeline
 from tectum.pipeline.service import running_pipeline
@@ -37,6 +39,7 @@ class Encoder:
         self.settings = Settings.load(**settings)
         self.adapter = load_adapter(model, device=self.settings.device, dtype=self.settings.dtype)
         self._stack = AsyncExitStack()
+        self._closing = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tectum-encoder", daemon=True)
         self._thread.start()
@@ -55,8 +58,7 @@ class Encoder:
 
         Returns their rows `[tokens, width]` in order, in the model's dtype. Raises MMError, naming the item at fault.
         """
-        request = self._request(items, modality, options, deadline_ms)
-        return asyncio.run_coroutine_threadsafe(self._encode(request), self._loop).result()
+        return self._submit(self._request(items, modality, options, deadline_ms)).result()
 
     async def aencode(
         self,
@@ -67,17 +69,17 @@ class Encoder:
         deadline_ms: int | None = None,
     ) -> Embedding:
         """As `encode`, for a running event loop."""
-        request = self._request(items, modality, options, deadline_ms)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._encode(request), self._loop))
+        return await asyncio.wrap_future(self._submit(self._request(items, modality, options, deadline_ms)))
 
     def close(self) -> None:
-        """Finish what runs and give everything back. Idempotent."""
-        if self._loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(self._stack.aclose(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """Finish what runs and give everything back. Idempotent; may be called from several threads at once."""
+        with self._closing:
+            if self._loop.is_closed():
+                return
+            asyncio.run_coroutine_threadsafe(self._stack.aclose(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     def __enter__(self) -> Encoder:
         return self
@@ -96,8 +98,20 @@ class Encoder:
         options: Mapping[str, Any] | None,
         deadline_ms: int | None,
     ) -> EncodeRequest:
+        if modality not in list(Modality):
+            offered = ", ".join(sorted(self.adapter.modalities))
+            raise BadRequestError("unsupported_modality", f"{str(modality)[:40]!r} is no modality; here: {offered}")
+        if options is not None and not isinstance(options, Mapping):
+            raise BadRequestError("invalid_option", f"Options are a mapping of names, not {type(options).__name__}")
+        if deadline_ms is not None and (not isinstance(deadline_ms, int) or deadline_ms < 1):
+            raise BadRequestError("invalid_request", "deadline_ms is a whole number of milliseconds above 0")
         media = as_media_items(items, Modality(modality))
         return EncodeRequest(uuid.uuid4().hex, media, deadline_ms=deadline_ms, options=dict(options or {}))
+
+    def _submit(self, request: EncodeRequest) -> Future[Embedding]:
+        if self._loop.is_closed():
+            raise UnavailableError("shutting_down", "This encoder was closed")
+        return asyncio.run_coroutine_threadsafe(self._encode(request), self._loop)
 
     async def _encode(self, request: EncodeRequest) -> Embedding:
         async with self._pipeline.execute_encode_pipeline(request) as job:

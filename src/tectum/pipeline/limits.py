@@ -11,6 +11,7 @@ def lifecycle_limits(settings: Settings) -> Limits:
     """Bounds of the ledger."""
     return Limits(
         max_live_requests=settings.max_live_requests,
+        max_request_patches=settings.max_request_patches,
         max_queued_patches=settings.max_queued_patches,
         max_staged_bytes=settings.max_staged_bytes,
         encode_timeout=settings.encode_timeout,

@@ -230,12 +230,16 @@ class Pipeline:
             self._handle(CallerLeft(life, waiter))
             raise
 
-    async def deliver(self, request: EncodeRequest) -> RequestMetadata:
+    async def deliver(
+        self, request: EncodeRequest, destinations: Sequence[Destination] = (), receive_count: int = 0
+    ) -> RequestMetadata:
         """Encode `request` for the receivers that register for it; returns when every one of them has its rows.
 
+        destinations: receivers that are known already; `receive_count` will register in all (0: not said).
         Raises MMError: what the encode failed with, or the error of a delivery that failed for good.
         """
-        _, _, metadata = await self._call(request, Delivery.PUSH)
+        _, _, metadata = await self._call(request, Delivery.PUSH, tuple(destinations), receive_count)
+        assert isinstance(metadata, RequestMetadata), "a delivered request was prepared"
         return metadata
 
     @asynccontextmanager
@@ -328,7 +332,13 @@ class Pipeline:
 
     # --- the caller's side of one request ---
 
-    async def _call(self, request: EncodeRequest, delivery: Delivery) -> tuple[int, int, Any]:
+    async def _call(
+        self,
+        request: EncodeRequest,
+        delivery: Delivery,
+        destinations: tuple[Destination, ...] = (),
+        receive_count: int = 0,
+    ) -> tuple[int, int, Any]:
         """Accept (or join) and await the answer: the life, the waiter that this caller is, and what it was woken with.
 
         A caller that leaves before is reported to the ledger.
@@ -346,6 +356,8 @@ class Pipeline:
         if life not in self._jobs:
             job = self._jobs[life] = Job(life, request, now)
             job.walk = self._spawn(self._walk(job))
+        if destinations or receive_count:  # in the turn of the Accept, so that they are this life's
+            self._handle(Register(request.req_id, destinations, receive_count, next(self._numbers)))
         try:
             return life, waiter, await future
         except asyncio.CancelledError:
