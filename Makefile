@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench sim clean
+.PHONY: help setup demo test test-browser lint format bench sim docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -22,11 +22,21 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
 	@touch $@
 
-demo: setup ## Run the main job: encode in one process, use the rows in another, compare (ARGS=--json)
+demo: setup ## Encode in one process, answer in another, compare (ARGS='--swap' or '--json')
 	@$(TEST_ENV) $(BIN)/tectum demo $(ARGS)
 
 test: setup ## Run the tests (ARGS='-k name')
 	@$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+
+test-browser: setup tests/browser/node_modules ## Test the live page in Chromium (needs node and chromium)
+	@mkdir -p tests/browser/screenshots
+	@$(TEST_ENV) PYTHON=$(CURDIR)/$(BIN)/python node --test --test-concurrency=1 tests/browser/*.test.mjs
+
+tests/browser/node_modules: tests/browser/package-lock.json
+	@cd tests/browser && npm ci --silent --no-audit --no-fund && touch node_modules
+
+docs: setup ## Build the documentation site into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet && echo "site/index.html"
 
 lint: setup ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .
@@ -44,4 +54,4 @@ sim: setup ## Simulate the lifecycle for long (ARGS='--seeds 200000')
 	@$(BIN)/python -m tests.sim --seeds 20000 $(ARGS)
 
 clean: ## Remove what the targets made
-	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	@rm -rf $(VENV) build dist site tests/browser/node_modules tests/browser/screenshots .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -109,3 +109,13 @@ def test_questions_are_about_pictures_of_one_size(seed):
     assert {picture.size for one in asked for picture in one.pictures} == {answers.SIZE}
     assert [len(one.pictures) for one in asked] == [1, 1, 1, 2]
     assert asked[-1].question.answer == f"first: {asked[0].question.answer}; second: {asked[1].question.answer}"
+
+
+@pytest.mark.parametrize(
+    ("engine", "code"), [("vllm", "missing_dependency"), ("sglang", "missing_dependency"), ("x", "invalid_settings")]
+)
+def test_an_engine_that_is_not_there_is_refused_in_words(engine, code):
+    command = [sys.executable, "-m", "tectum", "demo", "--json", "--engine", engine]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"]["code"] == code

@@ -170,8 +170,11 @@ def demo(
 
     Then the same with photographs: rows and logits must be equal to the bit.
     """
+    if engine in ("vllm", "sglang"):
+        text = f"The demo cannot drive {engine} yet: serve src/tectum/demo/model through it by hand, as its guide in docs/ says"
+        raise StartupError("missing_dependency", text)
     if engine is not None:
-        raise typer.Exit(_needs_serve("tectum.demo.through_engine", "run_through_engine")(engine, seed, as_json))
+        raise StartupError("invalid_settings", f"engine: {engine[:40]!r} is not known; give vllm or sglang")
     raise typer.Exit(_needs_serve("tectum.demo.run", "run_demo")(json_output=as_json, swap=swap, seed=seed))
 
 

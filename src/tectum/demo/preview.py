@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from PIL import Image
 from rich.color import Color
 from rich.console import Console
 from rich.style import Style
@@ -19,7 +20,7 @@ def preview(picture: Any, columns: int) -> Text:
     """A PIL picture as `columns` cells a line, with its own aspect ratio."""
     width, height = picture.size
     lines = max(1, round(columns * height / width / 2))
-    small = picture.convert("RGB").resize((columns, 2 * lines))
+    small = picture.convert("RGB").resize((columns, 2 * lines), Image.Resampling.BOX)
     text = Text(no_wrap=True)
     for line in range(lines):
         for column in range(columns):
