@@ -1,10 +1,11 @@
 // The live page as a person meets it: a real server, real requests, Chromium. Screenshots are kept in `screenshots/`.
 
 import assert from "node:assert/strict";
+import { execFileSync } from "node:child_process";
 import { readFileSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import { after, before, test } from "node:test";
-import { browser, ROOT, SCREENSHOTS, serve, temporary } from "./server.mjs";
+import { browser, PYTHON, ROOT, SCREENSHOTS, serve, temporary } from "./server.mjs";
 
 const LIMIT = { timeout: 60_000 };
 const PHOTO = join(ROOT, "src/tectum/demo/photos/cat.jpg");
@@ -106,7 +107,6 @@ test("a click shows what is known of a request, and of its error what to do", LI
 
 // The same picture's norms and similarities, computed in Python from a call of its own.
 async function independent(path, row) {
-  const { execFileSync } = await import("node:child_process");
   const program = `
 import json, sys, torch
 from tectum import Client
@@ -116,8 +116,7 @@ norms = rows.norm(dim=1)
 cosines = rows @ rows[int(sys.argv[3])] / norms / norms[int(sys.argv[3])]
 print(json.dumps({"count": len(rows), "norm": norms[int(sys.argv[3])].item(), "cosines": cosines.tolist(),
                   "least": norms.min().item(), "most": norms.max().item()}))`;
-  const python = process.env.PYTHON ?? join(ROOT, ".venv/bin/python");
-  return JSON.parse(execFileSync(python, ["-c", program, server.url, path, String(row)], { cwd: ROOT }));
+  return JSON.parse(execFileSync(PYTHON, ["-c", program, server.url, path, String(row)], { cwd: ROOT }));
 }
 
 test("a dropped picture is encoded; norms and similarities are those that Python computes", LIMIT, async (context) => {
@@ -164,9 +163,7 @@ test("the catalogue is searched as one types", LIMIT, async (context) => {
   const page = await open(context, { view: "errors" });
   await page.locator("#error-list details").first().waitFor();
   const all = await page.locator("#error-list details").count();
-  const { execFileSync } = await import("node:child_process");
-  const python = process.env.PYTHON ?? join(ROOT, ".venv/bin/python");
-  const listed = execFileSync(python, ["-m", "tectum", "explain", "--list"], { cwd: ROOT, encoding: "utf8" });
+  const listed = execFileSync(PYTHON, ["-m", "tectum", "explain", "--list"], { cwd: ROOT, encoding: "utf8" });
   assert.equal(all, listed.trim().split("\n").length);
   await page.locator("#error-search").fill("request_released");
   const found = page.locator("#error-list details", { hasText: "410" }).first();
@@ -218,12 +215,26 @@ test("everything is reached with the keyboard and named for a screen reader", LI
 
 const openPages = async () => Number((await (await fetch(`${server.url}/metrics`)).text()).match(/^encoder_live_pages (\S+)/m)[1]);
 
-test("a page that is closed or hidden costs nothing", LIMIT, async (context) => {
+async function noPageIsFed() {
+  const deadline = Date.now() + 10_000;
+  while ((await openPages()) > 0) assert.ok(Date.now() < deadline, "the stream goes on");
+}
+
+test("a page that is hidden or closed is fed nothing, and goes on when it is seen again", LIMIT, async (context) => {
   const page = await open(context);
   assert.ok((await openPages()) >= 1);
+  const look = (away) =>
+    page.evaluate((hidden) => {
+      Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+      document.dispatchEvent(new Event("visibilitychange"));
+    }, away);
+  await look(true);
+  await noPageIsFed();
+  await look(false);
+  await page.getByText("live", { exact: true }).first().waitFor();
+  assert.equal(await openPages(), 1);
   await page.context().close();
-  const deadline = Date.now() + 10_000;
-  while ((await openPages()) > 0) assert.ok(Date.now() < deadline, "the stream of a closed page goes on");
+  await noPageIsFed();
 });
 
 test("an open page costs the server under one percent of a core", LIMIT, async (context) => {

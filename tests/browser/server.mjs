@@ -10,7 +10,7 @@ import { chromium } from "playwright-core";
 
 export const ROOT = fileURLToPath(new URL("../../", import.meta.url));
 export const SCREENSHOTS = fileURLToPath(new URL("screenshots/", import.meta.url));
-const PYTHON = process.env.PYTHON ?? join(ROOT, ".venv/bin/python");
+export const PYTHON = process.env.PYTHON ?? join(ROOT, ".venv/bin/python");
 const CHROMIUM = process.env.CHROMIUM ?? "/usr/bin/chromium";
 export const MODEL = join(ROOT, "src/tectum/demo/model");
 

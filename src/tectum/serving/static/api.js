@@ -11,6 +11,7 @@ export class Problem extends Error {
 }
 
 export const setToken = (token) => sessionStorage.setItem(KEY, token);
+export const hasToken = () => sessionStorage.getItem(KEY) !== null;
 
 export async function call(path, options = {}) {
   const token = sessionStorage.getItem(KEY);

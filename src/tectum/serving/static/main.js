@@ -1,6 +1,6 @@
 // The page: which view is shown, the token, and the stream that feeds the views while the page is visible.
 
-import { byId, listen, Problem, setToken } from "./api.js";
+import { byId, hasToken, listen, Problem, setToken } from "./api.js";
 import * as errors from "./errors.js";
 import * as now from "./now.js";
 import * as requests from "./requests.js";
@@ -31,6 +31,7 @@ function connection(text, lost = false) {
   place.classList.toggle("lost", lost);
 }
 
+// wrong: a token was given and is not the server's
 function askForToken(wrong) {
   for (const name of Object.keys(VIEWS)) byId(name).hidden = true;
   byId("sign-in").hidden = false;
@@ -57,7 +58,6 @@ function take(state) {
 async function follow() {
   stop?.abort();
   const mine = (stop = new AbortController());
-  let asked = false;
   while (!mine.signal.aborted) {
     try {
       await listen(`/dashboard/events?since=${seen}`, mine.signal, (state) => {
@@ -70,12 +70,11 @@ async function follow() {
     } catch (error) {
       if (mine.signal.aborted) return;
       if (error instanceof Problem && error.status === 401) {
-        askForToken(asked || sessionStorage.length > 0);
+        askForToken(hasToken());
         return;
       }
       connection(error instanceof Problem ? error.message : "not connected; trying again", true);
     }
-    asked = true;
     await new Promise((resolve) => setTimeout(resolve, 2000));
   }
 }
