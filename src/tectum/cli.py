@@ -143,6 +143,7 @@ def encode(
             deepstack=embedding.deepstack,
             dtype=embedding.dtype,
             req_id=embedding.req_id,
+            items=embedding.items,
         )
     )
     Console(stderr=True).print(

@@ -27,9 +27,37 @@ class Settings(BaseSettings):
     # the door
     host: str = Field("127.0.0.1", description="Address to listen on. Anything but loopback needs --token-file.")
     port: int = Field(30100, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one and prints it.")
-    token_file: Path | None = Field(None, description="File whose first line is the bearer token callers must send.")
+    token_file: Path | None = Field(
+        None, description="File of bearer tokens, one a line; callers must send one. Read again when it changes."
+    )
+    tls_cert: Path | None = Field(None, description="PEM file of the server's certificate chain; turns TLS on.")
+    tls_key: Path | None = Field(None, description="PEM file of the certificate's private key.")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file of the authority that callers' certificates must come from (mutual TLS)."
+    )
+    max_connections: int = Field(
+        512, ge=1, le=100_000, description="Most open connections; further ones are answered 503 and closed."
+    )
+    max_head_bytes: int = Field(
+        32 * 1024, ge=1024, le=MIB, description="Largest request line and headers (bytes); more is refused with 431."
+    )
+    head_timeout: float = Field(
+        10.0, gt=0, le=600, description="Seconds that a request line and headers may take to arrive."
+    )
     max_body_bytes: int = Field(
         64 * MIB, ge=1024, le=4096 * MIB, description="Largest request body (bytes); more is refused with 413."
+    )
+    max_bodies_bytes: int = Field(
+        512 * MIB,
+        ge=1024,
+        le=1 << 50,
+        description="Most bytes of request bodies held at once, over all connections; more are refused with 503.",
+    )
+    body_grace: float = Field(
+        10.0, gt=0, le=600, description="Seconds that a body may take beside those that --min-body-rate gives it."
+    )
+    min_body_rate: int = Field(
+        64 * 1024, ge=1, le=1024 * MIB, description="Least bytes a second of a body on its way; slower is cut with 408."
     )
     drain_timeout: float = Field(
         30.0, ge=0, le=3600, description="Seconds that accepted work may take to finish after SIGTERM."
@@ -130,19 +158,40 @@ class Settings(BaseSettings):
         le=1_000_000_000,
         description="Most pixels of a picture, read from its header before decoding.",
     )
+    max_request_pixels: int = Field(
+        256_000_000,
+        ge=1,
+        le=100_000_000_000,
+        description="Most pixels of all pictures of one request, read from their headers before decoding.",
+    )
     fetch_timeout: float = Field(10.0, gt=0, le=600, description="Seconds that fetching one URL may take in total.")
     allow_http: bool = Field(True, description="Whether plain http: URLs are fetched; https: always is.")
     allow_private_urls: bool = Field(
         False, description="Whether URLs may lead to private, loopback and link-local addresses."
+    )
+    allowed_media_hosts: str | None = Field(
+        None,
+        description="Hosts that URLs may name, with commas between (.example.org: any below it); any without it.",
     )
     allowed_media_dir: Path | None = Field(
         None, description="Folder under which file: URLs may be read; none without it."
     )
 
     @model_validator(mode="after")
-    def _loopback_or_token(self) -> Settings:
-        if not is_loopback(self.host) and self.token_file is None:
-            raise ValueError(f"host {self.host} is reachable from outside: give --token-file, or listen on 127.0.0.1")
+    def _closed_to_strangers(self) -> Settings:
+        if not is_loopback(self.host) and self.token_file is None and self.tls_client_ca is None:
+            text = "is reachable from outside: give --token-file (or --tls-client-ca), or listen on 127.0.0.1"
+            raise ValueError(f"host {self.host} {text}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca has no effect without tls_cert and tls_key")
+        return self
+
+    @model_validator(mode="after")
+    def _one_body_fits(self) -> Settings:
+        if self.max_body_bytes > self.max_bodies_bytes:
+            raise ValueError("max_body_bytes is above max_bodies_bytes, so that the largest body could never be taken")
         return self
 
     @classmethod

@@ -15,7 +15,7 @@ import tectum
 
 #: what the base install brings, and what `tectum[serve]` adds
 BASE = ("httpx2", "numpy", "pydantic", "safetensors", "typer")
-SERVE = ("torch", "torchvision", "transformers", "fastapi", "uvicorn", "pillow", "filetype")
+SERVE = ("torch", "torchvision", "transformers", "fastapi", "uvicorn", "pillow", "filetype", "av", "soundfile")
 
 
 def examine(model: str | None, as_json: bool) -> int:
@@ -67,15 +67,18 @@ def _model(model: str, missing: list[str]) -> dict[str, Any]:
     report = inspect_model(model)
     found: dict[str, Any] = {"model": report.model, "architecture": report.architecture}
     if report.problem is not None:
-        return {**found, "supported": False, "code": report.problem.code, "problem": report.problem.message}
+        problem = report.problem
+        return {**found, "supported": False, "code": problem.code, "problem": problem.message, **problem.details}
     return {
         **found,
         "supported": True,
         "family": report.family,
+        "modalities": list(report.modalities),
         "encoder_parameters": report.parameters,
         "encoder_bytes": report.nbytes,
         "dtype": report.dtype,
         "width": report.width,
+        "rows": dict(report.rows),
     }
 
 
@@ -89,5 +92,10 @@ def _show(findings: dict[str, Any], missing: list[str]) -> None:
     else:
         table.add_row("device", f"{findings['device']} ({findings['device_name']})")
     for key, value in findings.get("model", {}).items():
-        table.add_row(key.replace("_", " "), f"{value:,}" if type(value) is int else str(value))
+        if key == "rows":
+            for sample, rows in value.items():
+                table.add_row(f"rows of {sample}", f"{rows:,}")
+            continue
+        shown = ", ".join(value) if isinstance(value, list) else str(value)
+        table.add_row(key.replace("_", " "), f"{value:,}" if type(value) is int else shown)
     Console().print(table)

@@ -13,6 +13,12 @@ from typing import Any
 
 MAX_TEXT = 200
 _ADDRESS = re.compile(r"(?<![0-9A-Za-z])0x[0-9a-fA-F]{4,}")
+#: a URL's user information and whatever follows its path: signatures and tokens stand there
+_URL_SECRETS = re.compile(r"(?i)\b([a-z][a-z0-9+.-]{1,15}://)(?:[^\s/?#@]*@)?([^\s?#]*)[?#]\S*")
+_URL_USER = re.compile(r"(?i)\b([a-z][a-z0-9+.-]{1,15}://)[^\s/?#@]*@")
+#: inline media, and any long run that could be some
+_DATA_URI = re.compile(r"(?i)\bdata:[^\s,]{0,100},\S*")
+_LONG_RUN = re.compile(r"[A-Za-z0-9+/=_-]{97,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +38,11 @@ CODES: dict[str, CodeSpec] = {
     "mixed_modalities": CodeSpec(400, "INVALID_ARGUMENT"),
     "unsupported_modality": CodeSpec(400, "INVALID_ARGUMENT"),
     "unauthorized": CodeSpec(401, "UNAUTHENTICATED"),
+    "cross_site": CodeSpec(403, "PERMISSION_DENIED"),
     "not_found": CodeSpec(404, "NOT_FOUND"),
     "method_not_allowed": CodeSpec(405, "UNIMPLEMENTED"),
+    "request_timeout": CodeSpec(408, "DEADLINE_EXCEEDED", retryable=True),
+    "head_too_large": CodeSpec(431, "RESOURCE_EXHAUSTED"),
     "body_too_large": CodeSpec(413, "RESOURCE_EXHAUSTED"),
     "request_too_large": CodeSpec(413, "RESOURCE_EXHAUSTED"),
     # its media
@@ -211,7 +220,14 @@ def error_class(code: str) -> type[TectumError]:
 
 
 def clean_text(text: str) -> str:
-    """One line, at most 200 characters, no memory addresses, nothing unprintable."""
-    text = _ADDRESS.sub("0x…", " ".join(text.split()))
-    text = "".join(c if c.isprintable() else "?" for c in text)
+    """One line, at most 200 characters: no memory addresses, media or secrets of URLs, nothing unprintable."""
+    text = " ".join(text[: 16 * MAX_TEXT].split())
+    text = scrub("".join(c if c.isprintable() else "?" for c in text))
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+
+
+def scrub(text: str) -> str:
+    """The text without memory addresses, queries and passwords of URLs, `data:` URIs, and runs that could be media."""
+    text = _DATA_URI.sub("data:…", _ADDRESS.sub("0x…", text))
+    text = _URL_USER.sub(r"\1", _URL_SECRETS.sub(r"\1\2?…", text))
+    return _LONG_RUN.sub(lambda run: run[0][:16] + "…", text)

@@ -6,7 +6,7 @@ module imports neither torch nor numpy, so that it may live inside an engine's e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -76,8 +76,11 @@ class ItemMetadata:
 
     rows: embedding rows this item yields; equal to its placeholders in the prompt.
     grid_thw: patches in time, height and width, where the family has a grid.
-    patches: cost of the forward, in the tower's input patches.
+    patches: cost of the forward, in the tower's input patches (of audio: positions that its layers see).
     source_size: decoded (width, height) in pixels.
+    second_per_grid: seconds that one step of the grid's time axis covers (videos of families that place rows in time).
+    timestamps: seconds from the start, one for each step of the time axis; empty for pictures and audio.
+    facts: whatever else a receiver may want to know, JSON-able: how a video was sampled, the length of a recording…
     """
 
     modality: Modality
@@ -85,6 +88,100 @@ class ItemMetadata:
     grid_thw: Grid | None
     patches: int
     source_size: tuple[int, int] | None = None
+    second_per_grid: float | None = None
+    timestamps: tuple[float, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rows": self.rows,
+            "grid_thw": None if self.grid_thw is None else list(self.grid_thw),
+            "source_size": None if self.source_size is None else list(self.source_size),
+            "second_per_grid": self.second_per_grid,
+            "timestamps": list(self.timestamps),
+            **self.facts,
+        }
+
+
+# --- media on their way from the decoder to the encoder ---
+
+
+@dataclass(frozen=True, slots=True)
+class PictureInfo:
+    """What a picture's header says: pixels as it will be shown, that is after its orientation flag."""
+
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClipInfo:
+    """What is known of a video before any frame of it is decoded.
+
+    frames: packets of the picture track. times: seconds from the start of each, in the order of display.
+    fps: frames over duration, so that a variable rate gives its mean; 24 where the container holds no times at all.
+    duration: seconds, from the times and not from what the header claims. has_audio: there is an audio track.
+    sampled: its frames were chosen by the caller already (a list of frames): all of them are used.
+    """
+
+    width: int
+    height: int
+    frames: int
+    times: tuple[float, ...]
+    fps: float
+    duration: float
+    has_audio: bool = False
+    sampled: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clip:
+    """A decoded video: `frames` uint8 RGB `[n, height, width, 3]` are those of `indices` among all frames of `info`.
+
+    repeated: how many of them could not be decoded, and repeat the frame before them as a player would show it.
+    """
+
+    frames: Any
+    indices: tuple[int, ...]
+    info: ClipInfo
+    repeated: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingInfo:
+    """What is known of a recording before it is decoded. seconds is None where its container does not say."""
+
+    seconds: float | None
+    rate: int
+    channels: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recording:
+    """A decoded recording: `samples` float32 `[n]`, mono, at `rate` per second, nominally within [-1, 1]."""
+
+    samples: Any
+    rate: int
+    info: RecordingInfo
+
+    @property
+    def seconds(self) -> float:
+        return len(self.samples) / self.rate
+
+
+MediaInfo = PictureInfo | ClipInfo | RecordingInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a family wants one request's media decoded.
+
+    choose: of a video, the indices of the frames to decode, ascending and with repeats where a short clip is padded.
+    rate: of audio, samples per second.
+    """
+
+    choose: Callable[[ClipInfo], Sequence[int]] | None = None
+    rate: int = 16000
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +234,7 @@ class RequestMetadata:
             "rows": self.rows,
             "item_rows": list(self.item_rows),
             "grid_thw": [list(grid) for grid in self.grid_thw],
+            "items": [item.to_json() for item in self.items],
             "width": self.width,
             "deepstack_layers": self.deepstack_layers,
             "dtype": self.dtype,
@@ -153,6 +251,7 @@ class Embedding:
     grid_thw: (time, height, width) in patches for each item, empty for families without a grid.
     deepstack: further `[tokens, width]` arrays, first layer first (Qwen3-VL), else empty.
     dtype: element type of the arrays, a key of `DTYPE_BYTES`.
+    items: for each item what `ItemMetadata.to_json` says of it (timestamps, seconds a step, …); empty where not sent.
     """
 
     rows: Any
@@ -161,6 +260,7 @@ class Embedding:
     deepstack: tuple[Any, ...]
     dtype: str
     req_id: str = ""
+    items: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         tokens = self.rows.shape[0]

@@ -45,6 +45,15 @@ def test_numpy_rows_give_the_same_rows():
     assert torch.equal(wire.unpack(packed(rows=rows)).rows, wire.unpack(packed()).rows)
 
 
+def test_the_facts_of_items_come_out_as_they_went_in():
+    facts = [{"timestamps": [0.5, 1.5], "sampling": {"fps": 2.0}}, {"timestamps": []}]
+    assert wire.unpack(packed(items=facts)).items == tuple(facts)
+    assert wire.unpack(packed()).items == ()
+    for wrong in (facts[:1], [1, 2]):
+        with pytest.raises(DeliveryError, match="facts of the 2 items"):
+            wire.unpack(packed(items=wrong))
+
+
 def test_every_flipped_bit_of_the_rows_is_seen():
     document = bytearray(packed())
     start = 8 + int.from_bytes(document[:8], "little")

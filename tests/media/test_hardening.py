@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import io
+import time
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tectum.errors import BadRequestError, clean_text
+from tectum.config import Settings
+from tectum.errors import BadRequestError, StartupError, clean_text
+from tectum.media import image as image_module
+from tectum.media.decode import Decoded, check_together, probe_item
 from tectum.media.image import decode_image
 from tectum.media.policy import MediaPolicy, check_address, parse_target
+from tectum.media.sniff import media_type, picture_format
 from tectum.media.source import item_bytes
-from tectum.types import MediaItem, Modality
+from tectum.types import MediaInfo, MediaItem, Modality
 
 POLICY = MediaPolicy()
 
@@ -74,3 +79,190 @@ def test_public_addresses_pass_and_port_zero_does_not():
         check_address(address, POLICY)
     with pytest.raises(BadRequestError):
         parse_target("http://example.org:0/", POLICY)
+
+
+# --- hosts that may be named ---
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("images.example.org", True),
+        ("IMAGES.example.org.", True),
+        ("a.cdn.example.net", True),
+        ("cdn.example.net", False),  # only what is below it
+        ("evil-cdn.example.net", False),
+        ("images.example.org.evil.net", False),
+        ("xn--bcher-kva.example", True),
+        ("b\u00fccher.example", True),
+        ("93.184.216.34", True),
+        ("[2606:4700::1]", True),
+        ("93.184.216.35", False),
+    ],
+)
+def test_only_hosts_of_the_allow_list_are_fetched_where_there_is_one(host, allowed):
+    settings = Settings(
+        allowed_media_hosts="images.example.org, .cdn.example.net,B\u00fccher.example,93.184.216.34,2606:4700::1"
+    )
+    policy = MediaPolicy.from_settings(settings)
+    if allowed:
+        parse_target(f"https://{host}/a", policy)
+        return
+    with pytest.raises(BadRequestError, match="allowed-media-hosts"):
+        parse_target(f"https://{host}/a", policy)
+
+
+@pytest.mark.parametrize("entry", ["http://a.org", "a.org/b", "user@a.org", "a.org:80", "*.a.org/", ".", "0x7f000001"])
+def test_an_allow_list_with_what_is_no_host_is_refused_at_start_up(entry):
+    with pytest.raises(StartupError, match="allowed_media_hosts"):
+        MediaPolicy.from_settings(Settings(allowed_media_hosts=f"a.org,{entry}"))
+
+
+def test_the_policy_takes_every_media_limit_from_the_settings(tmp_path):
+    given = Settings(
+        max_media_bytes=2048, max_image_pixels=7, max_request_pixels=9, fetch_timeout=3, allow_http=False,
+        allow_private_urls=True, allowed_media_dir=tmp_path,
+    )  # fmt: skip
+    policy = MediaPolicy.from_settings(given)
+    assert (policy.max_media_bytes, policy.max_image_pixels, policy.max_request_pixels) == (2048, 7, 9)
+    assert (policy.fetch_timeout, policy.allow_http, policy.allow_private_urls) == (3, False, True)
+    assert policy.allowed_media_dir == tmp_path
+
+
+# --- many pictures, and much work for few bytes ---
+
+
+def png(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
+def probe(items: list[bytes], policy: MediaPolicy) -> list[MediaInfo]:
+    return list(Decoded(len(items), lambda index: probe_item(items[index], Modality.IMAGE, policy)))
+
+
+def test_the_pictures_of_a_request_share_a_limit_that_is_checked_before_any_is_decoded():
+    policy = MediaPolicy(max_request_pixels=300)
+    check_together(probe([png(10, 10)] * 3, policy), policy)
+    truncated = png(10, 10)[:60]  # its header is sound: only decoding would find it damaged
+    with pytest.raises(BadRequestError) as caught:
+        check_together(probe([truncated, png(10, 10), png(10, 11)], policy), policy)
+    assert (caught.value.code, caught.value.item, caught.value.details["limit"]) == ("image_too_large", 2, 300)
+
+
+def test_the_item_that_cannot_be_decoded_is_named():
+    for bad, code in ((png(4, 4)[:40], "media_decode_failed"), (b"<html>", "unsupported_media")):
+        items = [png(4, 4), bad, png(4, 4)]
+        media = Decoded(3, lambda index, items=items: decode_image(items[index], POLICY))
+        with pytest.raises(BadRequestError) as caught:
+            list(media)
+        assert (caught.value.code, caught.value.item) == (code, 1)
+
+
+def jpeg_of_scans(width: int, height: int, scans: int) -> bytes:
+    """A progressive JPEG whose last scan is there again and again: each makes the decoder pass over the whole picture."""
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), (9, 9, 9)).save(file, "JPEG", progressive=True)
+    whole = file.getvalue()
+    last = whole[whole.rindex(b"\xff\xda") : -2]
+    return whole[:-2] + last * (scans - whole.count(b"\xff\xda")) + whole[-2:]
+
+
+def test_a_jpeg_of_many_scans_is_refused_by_the_work_it_would_make():
+    policy = MediaPolicy(max_image_pixels=64 * 64)
+    assert decode_image(jpeg_of_scans(64, 64, 16), policy).size == (64, 64)
+    assert decode_image(jpeg_of_scans(16, 16, 200), policy).size == (16, 16), "small ones may have many"
+    with pytest.raises(BadRequestError, match="17 scans") as caught:
+        decode_image(jpeg_of_scans(64, 64, 17), policy)
+    assert caught.value.code == "image_too_large"
+
+
+def test_deep_pictures_are_scaled_alike_in_every_strip(monkeypatch):
+    values = (np.arange(40 * 30, dtype=np.uint32) * 54).reshape(40, 30)
+    by_hand = np.rint(values / 257.0).astype(np.uint8)
+    monkeypatch.setattr(image_module, "_STRIP", 100)  # three rows
+    for array, kind in ((values.astype(np.uint16), "PNG"), (values.astype(np.int32), "TIFF")):
+        file = io.BytesIO()
+        Image.fromarray(array).save(file, kind)
+        assert np.array_equal(np.asarray(decode_image(file.getvalue(), POLICY))[..., 0], by_hand)
+    file = io.BytesIO()
+    Image.fromarray((values * 1000.0).astype(np.float32)).save(file, "TIFF")
+    scaled = np.rint(values.astype(np.float64) * 255.0 / values.max())
+    assert np.abs(np.asarray(decode_image(file.getvalue(), POLICY))[..., 0] - scaled).max() <= 1
+
+
+def test_every_alpha_over_every_gray_is_the_blend_with_white():
+    gray, alpha = np.meshgrid(np.arange(256), np.arange(256), indexing="ij")
+    file = io.BytesIO()
+    Image.fromarray(np.stack([gray, gray, gray, alpha], -1).astype(np.uint8), "RGBA").save(file, "PNG")
+    exact = (gray * alpha + 255 * (255 - alpha)) / 255
+    assert np.array_equal(np.asarray(decode_image(file.getvalue(), POLICY))[..., 1], np.rint(exact))
+
+
+# --- what it is ---
+
+
+@pytest.mark.parametrize(
+    ("brand", "found"),
+    [
+        *((brand, "image/heic") for brand in (b"heic", b"heix", b"mif1", b"msf1", b"hevc")),
+        *((brand, "image/avif") for brand in (b"avif", b"avis")),
+        (b"isom", "video/mp4"),
+    ],
+)
+def test_the_brand_of_an_iso_container_tells_pictures_from_video(brand, found):
+    assert media_type(b"\0\0\0\x18ftyp" + brand + b"\0\0\0\0isomiso2avc1mp41" + b"\0" * 64) == found
+
+
+def test_jpeg_xl_is_named():
+    assert media_type(b"\xff\x0a" + bytes(20)) == "image/jxl"
+    assert media_type(b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(20)) == "image/jxl"
+
+
+def test_a_heic_picture_is_decoded_where_the_library_is_there_whatever_it_is_called():
+    pytest.importorskip("pillow_heif")
+    assert picture_format(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic") == "HEIF"  # and Pillow has learnt it
+    file = io.BytesIO()
+    two_colours(64, 32).save(file, "HEIF", quality=95)
+    shown = decode_image(file.getvalue(), POLICY)
+    assert (shown.mode, shown.size) == ("RGB", (64, 32))
+    for at, colour in (((8, 8), (255, 0, 0)), ((56, 8), (0, 0, 255))):
+        assert np.abs(np.subtract(shown.getpixel(at), colour)).max() <= 8
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    file = io.BytesIO()
+    two_colours(64, 32).save(file, "HEIF", quality=95, exif=exif.tobytes())
+    turned = decode_image(file.getvalue(), POLICY)
+    assert turned.size == (32, 64)
+    assert np.abs(np.subtract(turned.getpixel((8, 8)), (255, 0, 0))).max() <= 8  # the left half is on top now
+    with pytest.raises(BadRequestError) as caught:
+        decode_image(file.getvalue()[:-60], POLICY)
+    assert caught.value.code == "media_decode_failed"
+
+
+# --- texts ---
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("see https://h.org/a/b?X-Amz-Signature=abc&k=1 there", "see https://h.org/a/b?… there"),
+        ("s3://bucket/key#token=abc", "s3://bucket/key?…"),
+        ("https://user:secret@h.org/a", "https://h.org/a"),
+        ("https://user:secret@h.org/a?b=c", "https://h.org/a?…"),
+        ("bad data:image/png;base64,iVBORw0KGgo= here", "bad data:… here"),
+        ("run " + "QUJD" * 30 + " end", "run QUJDQUJDQUJDQUJD… end"),
+        ("a\nb\r\x00c", "a b ?c"),
+        ("/errors/abc?x=1", "/errors/abc?x=1"),
+    ],
+)
+def test_texts_hold_no_media_and_no_secrets_of_urls(text, cleaned):
+    assert clean_text(text) == cleaned
+
+
+def test_texts_are_cleaned_in_time_that_does_not_explode():
+    for bad in ("a://" * 500_000, "data:" * 400_000, "https://" + "@" * 1_000_000, "0x" * 1_000_000):
+        started = time.perf_counter()
+        assert len(clean_text(bad)) <= 200
+        assert time.perf_counter() - started < 0.5

@@ -78,7 +78,7 @@ def test_pixel_options_do_what_the_processor_does_with_them(colocated):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_pixel": 1}, "takes: max_pixels, min_pixels"),
+        ({"max_pixel": 1}, "takes: detail, max_pixels, min_pixels"),
         ({"max_pixels": "big"}, "whole number"),
         ({"max_pixels": True}, "whole number"),
         ({"max_pixels": 1 << 40}, "whole number"),

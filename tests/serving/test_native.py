@@ -279,7 +279,7 @@ def test_pages_about_the_service(server, client):
         "qwen2_5_vl",
         64,
         "float32",
-        ["image"],
+        ["image", "video"],
     )
     assert httpx2.get(f"{server.url}/v1/limits").json()["max_live_requests"] == 256
     document = httpx2.get(f"{server.url}/openapi.json").json()

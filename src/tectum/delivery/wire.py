@@ -1,7 +1,8 @@
 """The wire format: an embedding as one safetensors document, with a checksum.
 
-Tensors `rows` `[tokens, width]`, `item_rows` int64 `[items]`, `grid_thw` int64 `[items, 3]` (families with a grid), and
-`deepstack.<k>` shaped as `rows`. String metadata: `tectum` (format version), `req_id`, `dtype`, and `crc32` over the
+Tensors `rows` `[tokens, width]`, `item_rows` int64 `[items]`, `grid_thw` int64 `[items, 3]` (families with a grid),
+`deepstack.<k>` shaped as `rows`, and `items`, bytes of a JSON list with one object an item (a tensor, so that the checksum
+covers it). String metadata: `tectum` (format version), `req_id`, `dtype`, and `crc32` over the
 bytes of all tensors in the order of their names. Nothing is ever unpickled; whatever a document claims is checked.
 
 Imports neither torch nor numpy until rows are packed or unpacked, so that it may live inside an engine.
@@ -39,8 +40,12 @@ def pack(
     deepstack: Sequence[Any],
     dtype: str,
     req_id: str,
+    items: Sequence[Mapping[str, Any]] = (),
 ) -> bytes:
-    """One document. `rows` and `deepstack`, `[tokens, width]` in host memory: torch tensors, numpy arrays or `Raw`."""
+    """One document. `rows` and `deepstack`, `[tokens, width]` in host memory: torch tensors, numpy arrays or `Raw`.
+
+    items: further facts of each item, JSON-able (`ItemMetadata.to_json`); either none or one an item.
+    """
     import numpy as np
     from safetensors import TensorSpec, serialize
 
@@ -48,6 +53,9 @@ def pack(
     tensors["item_rows"] = ("int64", (len(item_rows),), np.asarray(item_rows, np.int64))
     if grid_thw:
         tensors["grid_thw"] = ("int64", (len(grid_thw), 3), np.asarray(grid_thw, np.int64).reshape(-1))
+    if items:
+        text = np.frombuffer(json.dumps(list(items)).encode(), np.uint8)
+        tensors["items"] = ("uint8", text.shape, text)
     for number, layer in enumerate(deepstack):
         tensors[f"deepstack.{number}"] = (dtype, layer.shape, _raw(layer))
     checksum = _checksum({name: data for name, (_, _, data) in tensors.items()})
@@ -71,6 +79,7 @@ def pack_staged(metadata: RequestMetadata, views: Sequence[memoryview]) -> bytes
         deepstack=deepstack,
         dtype=metadata.dtype,
         req_id=metadata.req_id,
+        items=[item.to_json() for item in metadata.items],
     )
 
 
@@ -98,9 +107,10 @@ def unpack(document: bytes) -> Embedding:
     layers = _layers(tensors)
     if grid_thw and len(grid_thw) != len(item_rows):
         raise DeliveryError("invalid_rows", f"{len(item_rows)} items, but {len(grid_thw)} grids")
+    items = _items(tensors, len(item_rows))
     arrays, held = _arrays([tensors["rows"], *layers], dtype)
     try:
-        return Embedding(arrays[0], item_rows, grid_thw, tuple(arrays[1:]), held, metadata.get("req_id", ""))
+        return Embedding(arrays[0], item_rows, grid_thw, tuple(arrays[1:]), held, metadata.get("req_id", ""), items)
     except ValueError as error:
         raise DeliveryError("invalid_rows", str(error)) from None
 
@@ -144,12 +154,28 @@ def _integers(tensors: Mapping[str, Mapping[str, Any]], name: str, ndim: int) ->
     return list(values.tolist())
 
 
+def _items(tensors: Mapping[str, Mapping[str, Any]], count: int) -> tuple[Mapping[str, Any], ...]:
+    """The facts of each item, where the document has them."""
+    tensor = tensors.get("items")
+    if tensor is None:
+        return ()
+    try:
+        found = json.loads(bytes(tensor["data"]))
+    except ValueError:
+        found = None
+    if tensor["dtype"] != "U8" or not isinstance(found, list) or len(found) != count:
+        raise DeliveryError("invalid_rows", f"The facts of the {count} items cannot be read")
+    if not all(isinstance(facts, dict) for facts in found):
+        raise DeliveryError("invalid_rows", f"The facts of the {count} items cannot be read")
+    return tuple(found)
+
+
 def _layers(tensors: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The deepstack tensors in order; no other tensor may be there."""
     layers: list[Mapping[str, Any]] = []
     while (layer := tensors.get(f"deepstack.{len(layers)}")) is not None:
         layers.append(layer)
-    known = {"rows", "item_rows", "grid_thw", *(f"deepstack.{number}" for number in range(len(layers)))}
+    known = {"rows", "item_rows", "grid_thw", "items", *(f"deepstack.{number}" for number in range(len(layers)))}
     if "rows" not in tensors or set(tensors) - known:
         raise DeliveryError("invalid_rows", "The document has no rows, or tensors that are not Tectum's")
     return layers

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from http.cookiejar import DefaultCookiePolicy
+from typing import Any
 from urllib.parse import urljoin
 
 import httpx2
@@ -17,6 +19,8 @@ from tectum.errors import BadRequestError
 from tectum.media.policy import MediaPolicy, Target, check_address, parse_target
 
 _REDIRECTS = {301, 302, 303, 307, 308}
+#: names that are resolved at once; a resolver that hangs must not take threads from anything but other fetches
+_RESOLVERS = 16
 
 
 class Fetcher:
@@ -24,6 +28,7 @@ class Fetcher:
 
     def __init__(self, policy: MediaPolicy) -> None:
         self._policy = policy
+        self._resolvers = ThreadPoolExecutor(_RESOLVERS, "tectum-resolve")
 
     async def __aenter__(self) -> Fetcher:
         self._client = httpx2.AsyncClient(
@@ -37,6 +42,7 @@ class Fetcher:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        self._resolvers.shutdown(wait=False, cancel_futures=True)
         await self._client.aclose()
 
     async def fetch(self, url: str) -> bytes:
@@ -91,7 +97,7 @@ class Fetcher:
         """Checked addresses. All of a name's must be allowed: a name may not mix public and private ones."""
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+            found = await loop.run_in_executor(self._resolvers, _look_up, target.host, target.port)
         except OSError:
             raise BadRequestError("media_fetch_failed", "The host of the media URL cannot be resolved") from None
         addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -113,6 +119,10 @@ class Fetcher:
             if len(body) > cap:
                 raise too_large(cap)
         return bytes(body)
+
+
+def _look_up(host: str, port: int) -> list[Any]:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
 
 def too_large(cap: int) -> BadRequestError:

@@ -1,24 +1,31 @@
 """Encoded bytes → one RGB picture, as a viewer would show it.
 
 EXIF orientation is applied, transparency is composited on white, 16-bit and other deep modes are scaled to 8 bit, CMYK
-is converted, and of an animation the first frame is taken. Limits are checked on the header, before anything is decoded.
+is converted, and of an animation the first frame is taken; colour profiles are not applied, as the models' own processors
+apply none. Limits are checked on the headers, before anything is decoded.
 """
 
 from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from PIL import Image
 
-from tectum.errors import BadRequestError, TectumError
+from tectum.errors import BadRequestError
 from tectum.media.policy import MediaPolicy
 from tectum.media.sniff import picture_format
 
 Image.MAX_IMAGE_PIXELS = None  # our own cap is read from the header, and says which limit it is
 warnings.filterwarnings("ignore", module=r"PIL\.")  # of damaged metadata: the pixels decide
-_WHITE = (255, 255, 255, 255)
+_WHITE = (255, 255, 255)
+#: times that a progressive JPEG may pass over the largest picture there may be; encoders make about ten passes
+MAX_PASSES = 16
+#: deep pictures are scaled in strips of about so many pixels, since numbers are eight times the size of bytes
+_STRIP = 1 << 20
 _ORIENTATION = 0x0112
 #: EXIF orientation -> how to turn the picture upright
 _UPRIGHT = {
@@ -30,6 +37,8 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+#: those of them that swap width and height
+_SIDEWAYS = frozenset({5, 6, 7, 8})
 
 
 def decode_image(data: bytes, policy: MediaPolicy) -> Image.Image:
@@ -37,23 +46,51 @@ def decode_image(data: bytes, policy: MediaPolicy) -> Image.Image:
 
     Raises BadRequestError: `unsupported_media` (415), `image_too_large` (413), `media_decode_failed` (400).
     """
+    return _decode(_open(data, policy))
+
+
+def image_size(data: bytes, policy: MediaPolicy) -> tuple[int, int]:
+    """Width and height in pixels as the picture will be shown, from its header. Raises as `decode_image`."""
+    picture = _open(data, policy)
+    with _blamed_on_the(picture.format or ""):
+        sideways = picture.getexif().get(_ORIENTATION, 1) in _SIDEWAYS
+    width, height = picture.size
+    return (height, width) if sideways else (width, height)
+
+
+def _open(data: bytes, policy: MediaPolicy) -> Image.Image:
+    """The picture with its header read, within the limits; nothing is decoded yet."""
     name = picture_format(data)
-    try:
+    with _blamed_on_the(name):
         picture = Image.open(io.BytesIO(data), formats=[name])
-        _check_size(picture, policy)
+    _check_size(picture, data, policy)
+    return picture
+
+
+def _decode(picture: Image.Image) -> Image.Image:
+    with _blamed_on_the(picture.format or ""):
         picture.load()
         return _as_shown(picture)
-    except TectumError:
-        raise
-    except Exception:  # decoders raise whatever they like on damaged input; all of it is the picture's fault
+
+
+@contextmanager
+def _blamed_on_the(name: str) -> Iterator[None]:
+    """Decoders raise whatever they like on damaged input; all of it is the picture's fault."""
+    try:
+        yield
+    except Exception:
         text = f"The {name} picture is truncated or damaged and cannot be decoded"
         raise BadRequestError("media_decode_failed", text) from None
 
 
-def _check_size(picture: Image.Image, policy: MediaPolicy) -> None:
+def _check_size(picture: Image.Image, data: bytes, policy: MediaPolicy) -> None:
     width, height = picture.size
     if width * height > policy.max_image_pixels:
         text = f"The picture is {width}x{height}, more than {policy.max_image_pixels} pixels (--max-image-pixels)"
+        raise BadRequestError("image_too_large", text, limit=policy.max_image_pixels)
+    scans = data.count(b"\xff\xda") if picture.format == "JPEG" else 1
+    if scans * width * height > MAX_PASSES * policy.max_image_pixels:
+        text = f"The JPEG has {scans} scans of {width}x{height} pixels: more work than --max-image-pixels allows"
         raise BadRequestError("image_too_large", text, limit=policy.max_image_pixels)
 
 
@@ -68,17 +105,28 @@ def _as_shown(picture: Image.Image) -> Image.Image:
         return _deep_to_rgb(picture)
     if picture.has_transparency_data:
         rgba = picture.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", rgba.size, _WHITE), rgba).convert("RGB")
+        shown = Image.new("RGB", rgba.size, _WHITE)
+        shown.paste(rgba, mask=rgba)
+        return shown
     return picture.convert("RGB")
 
 
 def _deep_to_rgb(picture: Image.Image) -> Image.Image:
     """Gray values deeper than 8 bit, scaled: 16-bit integers by their full range, others by their own largest value."""
     values = np.asarray(picture)
+    rows = max(1, _STRIP // values.shape[1])
+    strips = [values[start : start + rows] for start in range(0, values.shape[0], rows)]
     if picture.mode.startswith("I;16") or (picture.mode == "I" and values.min() >= 0 and values.max() < 1 << 16):
-        scaled = values.astype(np.float64) / 257.0
+        factor = 1 / 257.0
     else:
-        finite = np.nan_to_num(values.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
-        top = float(finite.max())
-        scaled = finite if 1.0 < top <= 255.0 else finite * (255.0 / top if top > 0 else 1.0)
-    return Image.fromarray(np.clip(np.rint(scaled), 0, 255).astype(np.uint8)).convert("RGB")
+        top = max(float(_finite(strip).max()) for strip in strips)
+        factor = 1.0 if 1.0 < top <= 255.0 or top <= 0 else 255.0 / top
+    gray = np.empty(values.shape, np.uint8)
+    for start, strip in zip(range(0, values.shape[0], rows), strips, strict=True):
+        gray[start : start + rows] = np.clip(np.rint(_finite(strip) * factor), 0, 255)
+    return Image.fromarray(gray).convert("RGB")
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    """As float64; what is not finite counts as black."""
+    return np.nan_to_num(values.astype(np.float64), copy=False, nan=0.0, posinf=0.0, neginf=0.0)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-from tectum.errors import BadRequestError
+from tectum.config import Settings
+from tectum.errors import BadRequestError, StartupError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 #: public by number, but answered by a cloud's own platform to machines inside it
@@ -24,16 +25,43 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class MediaPolicy:
-    """Limits for one item. Sizes in bytes, times in seconds."""
+    """Limits for one item, and (`max_request_pixels`) for all pictures of a request. Sizes in bytes, times in seconds.
+
+    max_video_frames: frames in the container, whether they are looked at or not. max_clip_bytes: of the frames that are.
+    allowed_hosts: the only hosts that URLs may name, as ASCII names; one that starts with a dot stands for all below it.
+    Empty: any host.
+    """
 
     max_media_bytes: int = 32 * 1024 * 1024
     max_image_pixels: int = 64_000_000
+    max_video_frames: int = 100_000
+    max_video_seconds: float = 3600.0
+    max_clip_bytes: int = 1024 * 1024 * 1024
+    max_audio_seconds: float = 3600.0
+    max_request_pixels: int = 256_000_000
     fetch_timeout: float = 10.0
     connect_timeout: float = 3.0
     max_redirects: int = 3
     allow_http: bool = True
     allow_private_urls: bool = False
+    allowed_hosts: tuple[str, ...] = ()
     allowed_media_dir: Path | None = None
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> MediaPolicy:
+        """The policy that the settings describe. Raises StartupError `invalid_settings` for a host that is none."""
+        return cls(
+            max_media_bytes=settings.max_media_bytes,
+            max_image_pixels=settings.max_image_pixels,
+            max_request_pixels=settings.max_request_pixels,
+            fetch_timeout=settings.fetch_timeout,
+            allow_http=settings.allow_http,
+            allow_private_urls=settings.allow_private_urls,
+            allowed_hosts=tuple(
+                _allowed_host(name) for name in (settings.allowed_media_hosts or "").split(",") if name
+            ),
+            allowed_media_dir=settings.allowed_media_dir,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +98,26 @@ def parse_target(url: str, policy: MediaPolicy) -> Target:
     if "@" in split.netloc:
         raise refused("it holds user information")
     path = (split.path or "/") + (f"?{split.query}" if split.query else "")
-    return Target(split.scheme, _host(split), _DEFAULT_PORTS[split.scheme] if port is None else port, path)
+    host = _host(split)
+    if policy.allowed_hosts and not any(_names(host, allowed) for allowed in policy.allowed_hosts):
+        raise refused("its host is not among --allowed-media-hosts")
+    return Target(split.scheme, host, _DEFAULT_PORTS[split.scheme] if port is None else port, path)
+
+
+def _names(host: str, allowed: str) -> bool:
+    return host.endswith(allowed) if allowed.startswith(".") else host == allowed
+
+
+def _allowed_host(text: str) -> str:
+    """An entry of the allow-list in the form that hosts of URLs are compared in."""
+    dot, name = ("." if text.strip().startswith(".") else ""), text.strip().lstrip(".")
+    try:
+        split = urlsplit(f"//[{name}]" if ":" in name else f"//{name}")
+        if split.netloc.strip("[]") == name and "@" not in name:  # a host and nothing else
+            return dot + _host(split)
+    except (ValueError, BadRequestError):
+        pass
+    raise StartupError("invalid_settings", f"allowed_media_hosts: {text.strip()!r} is no host")
 
 
 def _host(split: SplitResult) -> str:

@@ -92,6 +92,15 @@ def decode_data_uri(uri: str, policy: MediaPolicy) -> bytes:
         ) from None
 
 
+def _read_capped(path: Path, cap: int) -> bytes:
+    """The file's bytes, whatever size it said it had: one byte above the cap tells that it is larger."""
+    with path.open("rb") as file:
+        content = file.read(cap + 1)
+    if len(content) > cap:
+        raise too_large(cap)
+    return content
+
+
 def _read_file(url: str, policy: MediaPolicy) -> bytes:
     """A file under the allowed folder, after all symbolic links are resolved."""
     if policy.allowed_media_dir is None:
@@ -105,9 +114,7 @@ def _read_file(url: str, policy: MediaPolicy) -> bytes:
     try:
         path = Path(unquote(split.path)).resolve(strict=True)
         inside = path.is_relative_to(policy.allowed_media_dir.resolve(strict=True)) and path.is_file()
-        if inside and path.stat().st_size > policy.max_media_bytes:
-            raise too_large(policy.max_media_bytes)
-        content = path.read_bytes() if inside else None
+        content = _read_capped(path, policy.max_media_bytes) if inside else None
     except (OSError, ValueError, RuntimeError):
         content = None
     if content is None:  # the same answer for what is not there and what is not allowed: no probing of the disk

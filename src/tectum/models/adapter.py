@@ -2,19 +2,23 @@
 
 An adapter knows its family's processor and tower, and nothing of requests, queues or delivery. Its promise: the rows of
 one request equal, to the bit, those that the full model computes for the same media in one prompt.
+
+The walk of one request: `reading` says how its media are to be decoded, `plan` what they will cost (from their headers
+alone), `prepare` preprocesses them one by one, `encode` runs one forward for several requests, `check` compares.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from tectum.errors import InternalError
-from tectum.types import ItemMetadata, Modality
+from tectum.models.options import Option, read_options
+from tectum.types import ItemMetadata, MediaInfo, Modality, Reading
 
 
 @dataclass(slots=True)
@@ -23,6 +27,10 @@ class Prepared:
 
     inputs: dict[str, torch.Tensor]
     items: tuple[ItemMetadata, ...]
+
+    @property
+    def modality(self) -> Modality:
+        return self.items[0].modality
 
     @property
     def rows(self) -> int:
@@ -41,6 +49,19 @@ class EncodedRows:
     deepstack: tuple[torch.Tensor, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ItemPlan:
+    """What one item will cost, known from its header.
+
+    rows, patches: as in its metadata; of a recording whose container does not tell its length, the most there can be.
+    nbytes: memory of its preprocessing at the worst moment: the decoded media, and twice its preprocessed form.
+    """
+
+    rows: int
+    patches: int
+    nbytes: int
+
+
 class Adapter(ABC):
     """One loaded encoder.
 
@@ -51,8 +72,16 @@ class Adapter(ABC):
     family: ClassVar[str]
     architectures: ClassVar[tuple[str, ...]]
     modalities: ClassVar[frozenset[Modality]]
-    #: checkpoint keys of the encoder start with one of these
-    prefixes: ClassVar[tuple[str, ...]]
+    #: what a request may ask for, by modality
+    options: ClassVar[Mapping[Modality, tuple[Option, ...]]] = {}
+    #: modules of the full model that the encoder does not need: neither built at size nor read
+    left_out: ClassVar[tuple[str, ...]] = ("model.language_model", "model.text_model", "lm_head")
+    #: families whose rows of an item depend on what else stands in its prompt say so here (docs/models.md quotes it)
+    depends_on_prompt: ClassVar[str] = ""
+    #: how rows are counted, in a phrase for docs/models.md
+    row_rule: ClassVar[Mapping[Modality, str]] = {}
+    #: largest difference of a row in a fused batch from the same row alone (fp32); 0.0 is bitwise
+    batch_bound: ClassVar[Mapping[Modality, float]] = {}
 
     model_id: str
     architecture: str
@@ -62,26 +91,46 @@ class Adapter(ABC):
     device: torch.device
     encoder_bytes: int
 
-    @classmethod
     @abstractmethod
-    def build_tower(cls, config: Any, dtype: torch.dtype) -> torch.nn.Module:
-        """The family's encoder, uninitialised, on the CPU."""
+    def plan(self, infos: Sequence[MediaInfo], options: Mapping[str, Any]) -> tuple[ItemPlan, ...]:
+        """Rows and cost of a request's items from their headers, before anything is decoded. Pure and quick.
 
-    @classmethod
-    @abstractmethod
-    def row_width(cls, config: Any) -> int:
-        """Columns of the rows, read from the model's config."""
+        Raises BadRequestError: `media_refused` with the item's index, `invalid_option`.
+        """
 
     @abstractmethod
-    def prepare(self, media: Sequence[Any], options: Mapping[str, Any]) -> Prepared:
-        """Preprocess decoded items (pictures: PIL, RGB) on the CPU. Called from several threads at once.
+    def reading(self, modality: Modality, options: Mapping[str, Any]) -> Reading:
+        """How to decode the media of a request. Raises BadRequestError `invalid_option`."""
 
+    @abstractmethod
+    def prepare(
+        self, media: Iterable[Any], options: Mapping[str, Any], modality: Modality = Modality.IMAGE
+    ) -> Prepared:
+        """Preprocess decoded items (pictures: PIL, RGB; else `Clip`, `Recording`) on the CPU. From several threads at once.
+
+        `media` is walked once and nothing of it is kept, so that what decodes as it is walked holds one item at a time
+        (it must know its length; a plain generator is read to its end first).
         Raises BadRequestError: `media_refused` with the item's index (the family cannot take it), `invalid_option`.
         """
 
     @abstractmethod
     def encode(self, batch: Sequence[Prepared]) -> list[EncodedRows]:
-        """One forward over all members of `batch`, split again by member. Called from one thread."""
+        """One forward over all members of `batch` (of one modality), split again by member. Called from one thread."""
+
+    def deepstack_layers_of(self, modality: Modality) -> int:
+        """How many deepstack layers the rows of this modality carry: audio has none."""
+        return 0 if modality is Modality.AUDIO else self.deepstack_layers
+
+    def read_options(self, modality: Modality, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a request, checked. Raises BadRequestError `invalid_option` for what the family does not take."""
+        return read_options(self.family, modality, self.options.get(modality, ()), given)
+
+    def content_options(self, modality: Modality, given: Mapping[str, Any], count: int) -> dict[str, Any]:
+        """The options that decide an item's rows, defaults that depend on the request made explicit: for content keys.
+
+        count: items of the request. Raises BadRequestError `invalid_option`.
+        """
+        return self.read_options(modality, given)
 
     def check(self, prepared: Prepared, encoded: EncodedRows) -> None:
         """What came out is what was announced. Raises InternalError `row_mismatch` or `non_finite_rows`."""
@@ -91,9 +140,10 @@ class Adapter(ABC):
             raise InternalError("row_mismatch", text, rows=tokens, expected=prepared.rows)
         arrays = (encoded.rows, *encoded.deepstack)
         shape, dtype = (tokens, self.width), getattr(torch, self.dtype)
-        if len(arrays) != 1 + self.deepstack_layers or any(a.shape != shape or a.dtype != dtype for a in arrays):
+        count = 1 + self.deepstack_layers_of(prepared.modality)
+        if len(arrays) != count or any(a.shape != shape or a.dtype != dtype for a in arrays):
             found = f"{len(arrays)} arrays, rows {tuple(encoded.rows.shape)} {encoded.rows.dtype}"
-            expected = f"{1 + self.deepstack_layers} arrays of {shape} {self.dtype}"
+            expected = f"{count} arrays of {shape} {self.dtype}"
             raise InternalError("row_mismatch", f"Encoder produced {found}, but its config promises {expected}")
         # a sum in float32 is finite exactly when every element is: it cannot overflow at these magnitudes
         totals = torch.stack([array.sum(dtype=torch.float32) for array in arrays])

@@ -1,25 +1,34 @@
 """Loading the encoder of a checkpoint, and only that: the language model's weights are never read.
 
 Owns the way from a folder or hub id to a ready adapter. Weights come from safetensors alone, tensor by tensor into
-the tower's own memory, so that loading takes little more than the encoder itself.
+the encoder's own memory, so that loading takes little more than the encoder itself. Whatever is wrong with a checkpoint
+is found from its config and the headers of its weights, before anything of size is built.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tectum.errors import StartupError
+from tectum.errors import StartupError, TectumError
+from tectum.models import skeleton
+from tectum.models.features import MODALITY_OF, FeaturesAdapter, Processors
 from tectum.models.registry import adapter_for
 from tectum.models.torchvision_compat import ensure_torchvision
+from tectum.types import DTYPE_BYTES, ClipInfo, MediaInfo, Modality, PictureInfo, RecordingInfo
+
+if TYPE_CHECKING:
+    from tectum.models.adapter import Adapter
 
 Progress = Callable[[str, float], None]
 
@@ -27,12 +36,23 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 #: bytes read before a file is opened anew: what was read of the old mapping no longer counts as ours
 READ_AT_ONCE = 8 * 1024 * 1024
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+#: safetensors' kinds that are plain floats, and what they are held as
+_DTYPES = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+#: what `tectum doctor` counts the rows of
+SAMPLES: dict[str, MediaInfo] = {
+    "image 224x224": PictureInfo(224, 224),
+    "image 1280x720": PictureInfo(1280, 720),
+    "video 10 s 640x360": ClipInfo(640, 360, 240, tuple(i / 24 for i in range(240)), 24.0, 10.0),
+    "audio 10 s": RecordingInfo(10.0, 16000, 1),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderWeights:
-    """Where the encoder's tensors lie: name in the tower → (file, name in the checkpoint). Read from headers only."""
+    """Where the encoder's tensors lie: name in the model → (file, name in the checkpoint). Read from headers only.
+
+    dtype: what the config says, else the type that most of the encoder's bytes have.
+    """
 
     where: dict[str, tuple[Path, str]]
     parameters: int
@@ -42,16 +62,33 @@ class EncoderWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """What `tectum doctor` says of a model. `problem` says why it is not supported, where it is not."""
+    """What `tectum doctor` says of a model. `problem` says why it is not supported, where it is not.
+
+    rows: what a few sample inputs come to.
+    """
 
     model: str
     architecture: str | None = None
     family: str | None = None
+    modalities: tuple[str, ...] = ()
     parameters: int | None = None
     nbytes: int | None = None
     dtype: str | None = None
     width: int | None = None
+    rows: Mapping[str, int] = field(default_factory=dict)
     problem: StartupError | None = field(default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A checkpoint that was looked at and can be loaded; nothing of it is read yet."""
+
+    folder: Path
+    cls: type[FeaturesAdapter]
+    architecture: str
+    config: Any
+    weights: EncoderWeights
+    processors: Processors
 
 
 def load_adapter(model: str, *, device: str = "auto", dtype: str = "auto", progress: Progress | None = None) -> Any:
@@ -65,38 +102,88 @@ def load_adapter(model: str, *, device: str = "auto", dtype: str = "auto", progr
 
     tell = progress or (lambda what, fraction: None)
     torch_device = resolve_device(device)
-    folder = locate(model, tell)
-    config_json = _read_config(folder)
-    cls = adapter_for(_architecture(config_json))
-    weights = find_encoder(folder, cls.prefixes)
-    wanted = weights.dtype if dtype == "auto" else dtype
     with quiet(transformers):
-        ensure_torchvision()
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        processor = _image_processor(transformers, folder)
-        with _uninitialised():
-            tower = cls.build_tower(config, getattr(torch, wanted))
-    _fill(tower, weights, tell)
-    return cls(tower, processor, config, model_name(model), torch_device)
+        found = _look_at(model, tell)
+        wanted = getattr(torch, found.weights.dtype if dtype == "auto" else dtype)
+        encoder = skeleton.build(found.cls, found.architecture, found.config, wanted, "cpu")
+    skeleton.leave_out(encoder, found.cls.left_out)
+    _fill(encoder, found.weights, tell)
+    return _adapter(found, encoder, model_name(model), torch_device)
 
 
 def inspect_model(model: str) -> ModelReport:
     """What can be said of a model without loading it: from its config and the headers of its weights."""
+    import transformers
+
     architecture = None
     try:
         folder = locate(model, lambda what, fraction: None)
-        config_json = _read_config(folder)
-        architecture = _architecture(config_json)
-        cls = adapter_for(architecture)
-        weights = find_encoder(folder, cls.prefixes)
-        import transformers
-
+        architecture = _architecture(_read_config(folder))
         with quiet(transformers):
-            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            found = _look_at(model, lambda what, fraction: None)
+            encoder = skeleton.build(found.cls, architecture, found.config, torch.float32, "meta")
     except StartupError as problem:
         return ModelReport(model, architecture, problem=problem)
-    width = cls.row_width(config)
-    return ModelReport(model, architecture, cls.family, weights.parameters, weights.nbytes, weights.dtype, width)
+    skeleton.leave_out(encoder, found.cls.left_out)
+    adapter = _adapter(found, encoder, model_name(model), torch.device("meta"))
+    weights, modalities = found.weights, tuple(sorted(found.cls.modalities))
+    return ModelReport(
+        model,
+        architecture,
+        found.cls.family,
+        modalities,
+        weights.parameters,
+        weights.nbytes,
+        weights.dtype,
+        found.cls.row_width(found.config),
+        _sample_rows(adapter),
+    )
+
+
+def _sample_rows(adapter: Adapter) -> dict[str, int]:
+    samples = {name: info for name, info in SAMPLES.items() if MODALITY_OF[type(info)] in adapter.modalities}
+    return {name: adapter.plan([info], {})[0].rows for name, info in samples.items()}
+
+
+def _look_at(model: str, tell: Progress) -> _Found:
+    """Everything that can be wrong is found here. Raises StartupError as `load_adapter` does."""
+    folder = locate(model, tell)
+    config_json = _read_config(folder)
+    architecture = _architecture(config_json)
+    cls = adapter_for(architecture)
+    ensure_torchvision()
+    config = skeleton.read_config(folder, cls)
+    shapes, rename = _expected(cls, architecture, config)
+    weights = find_encoder(folder, shapes, rename, _configured_dtype(config_json))
+    return _Found(folder, cls, architecture, config, weights, _processors(folder, cls))
+
+
+def _expected(
+    cls: type[FeaturesAdapter], architecture: str, config: Any
+) -> tuple[dict[str, torch.Size], Callable[[str], str | None]]:
+    """Name → shape of the encoder's parameters, and how keys of the checkpoint become names."""
+    model = skeleton.build(cls, architecture, config, torch.float32, "meta")
+    rename = skeleton.renamer(model)
+    skeleton.leave_out(model, cls.left_out)
+    return {name: parameter.shape for name, parameter in model.named_parameters()}, rename
+
+
+def _configured_dtype(config: Mapping[str, Any]) -> str | None:
+    name = config.get("dtype", config.get("torch_dtype"))
+    return name if name in DTYPE_BYTES else None
+
+
+def _adapter(found: _Found, encoder: torch.nn.Module, name: str, device: torch.device) -> Adapter:
+    try:
+        adapter = found.cls(encoder, found.processors, found.config, name, device)
+        _sample_rows(adapter)
+    except TectumError:
+        raise
+    except Exception as error:  # a processor whose numbers are of the wrong type shows when it is first asked
+        text = f"{name}: the processor's config cannot be used ({type(error).__name__})"
+        raise StartupError("invalid_checkpoint", text) from None
+    adapter.architecture = found.architecture
+    return adapter
 
 
 def resolve_device(device: str) -> torch.device:
@@ -136,8 +223,7 @@ def _from_hub(model: str, tell: Progress) -> Path:
     tell(f"fetching {model}", 0.0)
     try:
         folder = Path(hub.snapshot_download(model, allow_patterns=["*.json"]))
-        cls = adapter_for(_architecture(_read_config(folder)))
-        names = _encoder_shards(folder, cls.prefixes) if (folder / INDEX).exists() else [SINGLE]
+        names = _encoder_shards(folder) if (folder / INDEX).exists() else [SINGLE]
         for number, name in enumerate(names):
             tell(f"fetching {name}", number / len(names))
             hub.hf_hub_download(model, name)
@@ -147,8 +233,17 @@ def _from_hub(model: str, tell: Progress) -> Path:
     return folder
 
 
-def _encoder_shards(folder: Path, prefixes: tuple[str, ...]) -> list[str]:
-    return sorted({file for key, file in _weight_map(folder).items() if key.startswith(prefixes)})
+def _encoder_shards(folder: Path) -> list[str]:
+    """The shards that hold weights of the encoder, by the index alone."""
+    architecture = _architecture(_read_config(folder))
+    cls = adapter_for(architecture)
+    shapes, rename = _expected(cls, architecture, skeleton.read_config(folder, cls))
+    return _shards_with(folder, shapes, rename)
+
+
+def _shards_with(folder: Path, shapes: Mapping[str, Any], rename: Callable[[str], str | None]) -> list[str]:
+    patterns = _patterns(shapes)
+    return sorted({file for key, file in _weight_map(folder).items() if _pattern(rename(key) or "") in patterns})
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -159,7 +254,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, AttributeError):
         raise StartupError("invalid_checkpoint", f"{INDEX} cannot be read as a safetensors index") from None
     for file in items.values():
-        if Path(file).name != file:
+        if Path(file).name != file or file in ("", ".", ".."):
             raise StartupError("invalid_checkpoint", f"{INDEX} names a shard outside the model's folder")
     return items
 
@@ -183,41 +278,88 @@ def _architecture(config: dict[str, Any]) -> str:
     return str(architectures[0])
 
 
-def _image_processor(transformers: Any, folder: Path) -> Any:
-    try:
-        return transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        text = f"{folder.name} holds no image processor that loads ({type(error).__name__}): is preprocessor_config.json there?"
-        raise StartupError("invalid_checkpoint", text) from None
+_LOADERS = {
+    Modality.IMAGE: ("AutoImageProcessor", "image processor", "preprocessor_config.json"),
+    Modality.VIDEO: ("AutoVideoProcessor", "video processor", "video_preprocessor_config.json"),
+    Modality.AUDIO: ("AutoFeatureExtractor", "audio feature extractor", "preprocessor_config.json"),
+}
+
+
+def _processors(folder: Path, cls: type[FeaturesAdapter]) -> Processors:
+    import transformers
+
+    found = {}
+    for modality in sorted(cls.modalities):
+        loader, what, file = _LOADERS[modality]
+        try:
+            found[str(modality)] = getattr(transformers, loader).from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # what a damaged processor config raises is not ours to foresee
+            text = f"{folder.name} holds no {what} that loads ({type(error).__name__}): is {file} there?"
+            raise StartupError("invalid_checkpoint", text) from None
+    return Processors(**found)
 
 
 # --- reading the encoder's weights ---
 
 
-def find_encoder(folder: Path, prefixes: tuple[str, ...]) -> EncoderWeights:
-    """Find the encoder's tensors by the prefix of their keys. Raises StartupError `invalid_checkpoint` without any."""
-    if (folder / INDEX).exists():
-        files = [folder / name for name in _encoder_shards(folder, prefixes)]
-    else:
-        files = [folder / SINGLE]
+def find_encoder(
+    folder: Path,
+    shapes: Mapping[str, torch.Size],
+    rename: Callable[[str], str | None],
+    dtype: str | None = None,
+) -> EncoderWeights:
+    """Find the encoder's tensors by their names. dtype: what the config says, where it does.
+
+    Raises StartupError `invalid_checkpoint` when one is missing, misshapen, or not of plain floats.
+    """
     where: dict[str, tuple[Path, str]] = {}
-    parameters = nbytes = 0
-    dtype = "float32"
-    for file in files:
+    bytes_by_kind: Counter[str] = Counter()
+    patterns = _patterns(shapes)
+    for file in _files(folder, shapes, rename):
         for key, shape, kind in _headers(file):
-            prefix = next((p for p in prefixes if key.startswith(p)), None)
-            if prefix is None:
+            name = rename(key)
+            if name is None or name not in shapes:
+                _refuse_left_over(name, patterns)
                 continue
-            where[key.removeprefix(prefix)] = (file, key)
-            count = 1
-            for side in shape:
-                count *= side
-            dtype = _DTYPES.get(kind, dtype)
-            parameters += count
-            nbytes += count * (4 if kind == "F32" else 2)
+            if kind not in _DTYPES:
+                text = f"Encoder weight {name} is stored as {kind}; quantised encoders are not read, only plain floats"
+                raise StartupError("invalid_checkpoint", text)
+            if tuple(shape) != tuple(shapes[name]):
+                text = f"Encoder weight {name} is {tuple(shape)}, the config says {tuple(shapes[name])}"
+                raise StartupError("invalid_checkpoint", text)
+            where[name] = (file, key)
+            bytes_by_kind[_DTYPES[kind]] += math.prod(shape) * DTYPE_BYTES[_DTYPES[kind]]
     if not where:
-        raise StartupError("invalid_checkpoint", f"{folder.name} holds no encoder weights ({' or '.join(prefixes)})")
-    return EncoderWeights(where, parameters, nbytes, dtype)
+        raise StartupError("invalid_checkpoint", f"{folder.name} holds no encoder weights")
+    missing = sorted(set(shapes) - set(where))
+    if missing:
+        text = f"The checkpoint lacks {len(missing)} encoder weights, first {missing[0]}"
+        raise StartupError("invalid_checkpoint", text)
+    held = dtype or max(bytes_by_kind, key=lambda kind: bytes_by_kind[kind])
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    return EncoderWeights(where, parameters, parameters * DTYPE_BYTES[held], held)
+
+
+def _pattern(name: str) -> str:
+    """A name with its layer numbers taken out: the same for all layers of a stack."""
+    return ".".join("#" if part.isdigit() else part for part in name.split("."))
+
+
+def _patterns(names: Iterable[str]) -> set[str]:
+    """The patterns of the encoder's names, with and without the base model's prefix: a checkpoint may leave it out."""
+    return {_pattern(form) for name in names for form in (name, name.removeprefix("model."))}
+
+
+def _refuse_left_over(name: str | None, patterns: set[str]) -> None:
+    """An encoder weight beyond the layers that the config counts: the rows would be those of another encoder."""
+    if name is not None and _pattern(name) in patterns:
+        raise StartupError("invalid_checkpoint", f"The checkpoint holds {name}, a layer more than the config says")
+
+
+def _files(folder: Path, shapes: Mapping[str, Any], rename: Callable[[str], str | None]) -> list[Path]:
+    if not (folder / INDEX).exists():
+        return [folder / SINGLE]
+    return [folder / name for name in _shards_with(folder, shapes, rename)]
 
 
 def _headers(file: Path) -> Iterator[tuple[str, list[int], str]]:
@@ -234,23 +376,15 @@ def _headers(file: Path) -> Iterator[tuple[str, list[int], str]]:
         raise StartupError("invalid_checkpoint", f"{file.name} is not a readable safetensors file") from None
 
 
-def _fill(tower: torch.nn.Module, weights: EncoderWeights, tell: Progress) -> None:
-    """Copy each tensor into the tower's own memory. A missing or misshapen one is refused, none stays random."""
-    parameters = dict(tower.named_parameters())
-    missing = sorted(set(parameters) - set(weights.where))
-    if missing:
-        raise StartupError(
-            "invalid_checkpoint", f"The checkpoint lacks {len(missing)} encoder weights, first {missing[0]}"
-        )
+def _fill(encoder: torch.nn.Module, weights: EncoderWeights, tell: Progress) -> None:
+    """Copy each tensor into the encoder's own memory; none stays random, which `find_encoder` saw to."""
+    parameters = dict(encoder.named_parameters())
     total = sum(parameter.numel() for parameter in parameters.values())
     done = 0
     for file, names in _portions(parameters, weights):
         with safe_open(file, "pt") as opened:
             for name in names:
                 tensor = opened.get_tensor(weights.where[name][1])
-                if tensor.shape != parameters[name].shape:
-                    text = f"Encoder weight {name} is {tuple(tensor.shape)}, the config says {tuple(parameters[name].shape)}"
-                    raise StartupError("invalid_checkpoint", text)
                 parameters[name].data.copy_(tensor)
                 done += tensor.numel()
         tell("reading encoder weights", done / total)
@@ -271,22 +405,6 @@ def _portions(parameters: dict[str, torch.nn.Parameter], weights: EncoderWeights
         size += parameters[name].nbytes
     if names and current is not None:
         yield current, names
-
-
-# --- quiet and lazy building ---
-
-
-class _uninitialised:  # noqa: N801 - used like a function
-    """Build modules without filling their weights: every one of them is read from the checkpoint right after."""
-
-    def __enter__(self) -> None:
-        from transformers.initialization import no_init_weights
-
-        self._inner = no_init_weights()
-        self._inner.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        self._inner.__exit__(*exc)
 
 
 class quiet:  # noqa: N801 - used like a function

@@ -2,124 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from tectum.errors import BadRequestError
-from tectum.models.adapter import Adapter, EncodedRows, Prepared
-from tectum.types import ItemMetadata, Modality
+from tectum.models.features import Count, FeaturesAdapter
+from tectum.models.options import FPS, MAX_FRAMES, NUM_FRAMES, detail, pixels
+from tectum.types import Clip, Modality
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 #: the processor refuses thinner pictures than this (side to side)
 MAX_ASPECT_RATIO = 200
-#: upper bound of the pixel options: beyond it a picture would be scaled up to gigabytes
-MAX_OPTION_PIXELS = 1 << 28
+#: what `detail: low` scales a picture down to
+LOW_DETAIL_PIXELS = 512 * 512
+_BOUNDS = (
+    pixels("min_pixels", "smaller media are scaled up to it"),
+    pixels("max_pixels", "larger media are scaled down to it"),
+)
 
 
-class QwenVLAdapter(Adapter):
-    """The common part of the Qwen-VL families; a family names its tower and its width."""
+class QwenVLAdapter(FeaturesAdapter):
+    """The common part of the Qwen-VL families: their processors and their grids."""
 
-    modalities = frozenset({Modality.IMAGE})
-    prefixes = ("visual.", "model.visual.")
-    options: ClassVar[tuple[str, ...]] = ("max_pixels", "min_pixels")
+    modalities = frozenset({Modality.IMAGE, Modality.VIDEO})
+    options: ClassVar = {
+        Modality.IMAGE: (*_BOUNDS, detail("at most 512 x 512 pixels")),
+        Modality.VIDEO: (*_BOUNDS, FPS, NUM_FRAMES, MAX_FRAMES),
+    }
+    default_sampling: ClassVar = {"fps": 2.0}
+    frame_group = 2
+    row_rule: ClassVar = {
+        Modality.IMAGE: "height x width of the patch grid / 4",
+        Modality.VIDEO: "time x height x width of the patch grid / 4; two frames are one step of time",
+    }
+    batch_bound: ClassVar = {Modality.IMAGE: 1e-5, Modality.VIDEO: 1e-5}
 
-    def __init__(
-        self, tower: torch.nn.Module, processor: Any, config: Any, model_id: str, device: torch.device
-    ) -> None:
-        self.model_id = model_id
-        self.architecture = config.architectures[0]
-        self.device = device
-        self.width = self.row_width(config)
-        self.deepstack_layers = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
-        self._tower = tower.to(device).eval()
-        self._processor = processor
-        self._merged = processor.merge_size**2
-        self._torch_dtype = next(tower.parameters()).dtype
-        self.dtype = str(self._torch_dtype).removeprefix("torch.")
-        self.encoder_bytes = sum(p.nbytes for p in tower.parameters())
+    def __init__(self, model: Any, processors: Any, config: Any, model_id: str, device: torch.device) -> None:
+        super().__init__(model, processors, config, model_id, device)
+        if getattr(processors.video, "cap_pixels_per_frame", False) is None:
+            processors.video.cap_pixels_per_frame = False  # what None means today, said before every clip warns of it
 
-    # --- before the forward ---
+    # --- pictures ---
 
-    def prepare(self, media: Sequence[Image], options: Mapping[str, Any]) -> Prepared:
-        size = self._size(options)
-        pixels, grids, items = [], [], []
-        for index, picture in enumerate(media):
-            _refuse_thin(picture, index)
-            features = self._processor(images=[picture], size=size, return_tensors="pt")
-            pixels.append(features["pixel_values"])
-            grids.append(features["image_grid_thw"])
-            items.append(self._item(picture, features["image_grid_thw"][0].tolist()))
-        inputs = {"pixel_values": _cat(pixels), "grid_thw": _cat(grids)}
-        if self.device.type == "cuda":
-            inputs["pixel_values"] = inputs["pixel_values"].pin_memory()
-        return Prepared(inputs, tuple(items))
+    def count_picture(self, width: int, height: int, options: Mapping[str, Any]) -> Count:
+        _refuse_thin(width, height)
+        size = self._size(self.processors.image, options)
+        bounds = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+        patches = int(self.processors.image.get_number_of_image_patches(height, width, bounds))
+        grid = (1, *self._sides(self.processors.image, height, width, size))
+        assert grid[1] * grid[2] == patches, "the grid is the processor's own"
+        return self._count_grid(grid, self.processors.image)
 
-    def _item(self, picture: Image, grid: list[int]) -> ItemMetadata:
-        time, height, width = grid
-        patches = time * height * width
-        return ItemMetadata(Modality.IMAGE, patches // self._merged, (time, height, width), patches, picture.size)
+    def _count_grid(self, grid: tuple[int, int, int], processor: Any) -> Count:
+        patches = grid[0] * grid[1] * grid[2]
+        values = 3 * processor.temporal_patch_size * processor.patch_size**2
+        return Count(patches // processor.merge_size**2, patches, patches * values, grid)
 
-    def _size(self, options: Mapping[str, Any]) -> dict[str, int]:
+    def _sides(self, processor: Any, height: int, width: int, size: Mapping[str, int]) -> tuple[int, int]:
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        factor = processor.patch_size * processor.merge_size
+        sides = smart_resize(height, width, factor, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
+        return sides[0] // processor.patch_size, sides[1] // processor.patch_size
+
+    def picture_inputs(self, picture: Image, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        size = self._size(self.processors.image, options)
+        features = self.processors.image(images=[picture], size=size, return_tensors="pt")
+        return {"pixel_values": features["pixel_values"], "image_grid_thw": features["image_grid_thw"]}
+
+    def _size(self, processor: Any, options: Mapping[str, Any]) -> dict[str, int]:
         """The processor's bounds on pixels, with the request's own where it gives them."""
-        for name, value in options.items():
-            if name not in self.options:
-                text = f"Unknown option {name[:40]!r}; {self.family} takes: {', '.join(self.options)}"
-                raise BadRequestError("invalid_option", text)
-            if type(value) is not int or not 1 <= value <= MAX_OPTION_PIXELS:
-                text = f"Option {name} must be a whole number of pixels from 1 to {MAX_OPTION_PIXELS}"
-                raise BadRequestError("invalid_option", text)
-        default = self._processor.size
-        least = options.get("min_pixels", default["shortest_edge"])
-        most = options.get("max_pixels", default["longest_edge"])
+        return self._bounds(processor.size, options)
+
+    def _bounds(self, own: Mapping[str, int], options: Mapping[str, Any]) -> dict[str, int]:
+        least = options.get("min_pixels", own["shortest_edge"])
+        most = options.get("max_pixels", own["longest_edge"])
+        if options.get("detail") == "low":
+            most = max(least, min(most, LOW_DETAIL_PIXELS))
         if least > most:
             text = f"Option min_pixels ({least}) is above max_pixels ({most}), given or the model's own"
             raise BadRequestError("invalid_option", text)
         return {"shortest_edge": least, "longest_edge": most}
 
-    # --- the forward ---
+    # --- videos ---
 
-    @torch.inference_mode()
-    def encode(self, batch: Sequence[Prepared]) -> list[EncodedRows]:
-        pixels = _cat([member.inputs["pixel_values"] for member in batch])
-        grid = _cat([member.inputs["grid_thw"] for member in batch])
-        output = self._tower(
-            pixels.to(self.device, self._torch_dtype, non_blocking=True),
-            grid_thw=grid.to(self.device, non_blocking=True),
+    def count_clip(self, frames: int, width: int, height: int, options: Mapping[str, Any]) -> Count:
+        _refuse_thin(width, height)
+        processor = self.processors.video
+        height_patches, width_patches = self._clip_sides(frames, height, width, self._size(processor, options))
+        steps = -(-frames // processor.temporal_patch_size)
+        return self._count_grid((steps, height_patches, width_patches), processor)
+
+    def _clip_sides(self, frames: int, height: int, width: int, size: Mapping[str, int]) -> tuple[int, int]:
+        processor = self.processors.video
+        if not processor.cap_pixels_per_frame:
+            return self._sides(processor, height, width, size)
+        factor = processor.patch_size * processor.merge_size
+        share = int(processor.max_video_tokens * factor * factor * 0.9) * processor.temporal_patch_size // frames
+        most = max(min(size["longest_edge"], share), int(size["shortest_edge"] * 1.05))
+        return self._sides(processor, height, width, {**size, "longest_edge": most})
+
+    def clip_inputs(self, clip: Clip, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        from transformers.video_utils import VideoMetadata
+
+        info = clip.info
+        metadata = VideoMetadata(
+            total_num_frames=info.frames, fps=info.fps, duration=info.duration, frames_indices=list(clip.indices)
         )
-        arrays = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-        if len(batch) == 1:
-            return [EncodedRows(arrays[0], tuple(arrays[1:]))]
-        counts = [member.rows for member in batch]
-        split = zip(*(array.split(counts) for array in arrays), strict=True)
-        return [EncodedRows(rows, tuple(layers)) for rows, *layers in split]
+        features = self.processors.video(
+            videos=[clip.frames],
+            video_metadata=[metadata],
+            do_sample_frames=False,
+            input_data_format="channels_last",
+            size=self._size(self.processors.video, options),
+            return_tensors="pt",
+        )
+        return {
+            "pixel_values_videos": features["pixel_values_videos"],
+            "video_grid_thw": features["video_grid_thw"],
+        }
 
 
 class Qwen2VLAdapter(QwenVLAdapter):
     family = "qwen2_vl"
     architectures = ("Qwen2VLForConditionalGeneration",)
 
-    @classmethod
-    def build_tower(cls, config: Any, dtype: torch.dtype) -> torch.nn.Module:
-        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel as Tower
 
-        return Tower._from_config(config.vision_config, dtype=dtype)
-
-    @classmethod
-    def row_width(cls, config: Any) -> int:
-        return int(config.vision_config.hidden_size)
-
-
-def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """One tensor; a single one is passed on without a copy."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-
-def _refuse_thin(picture: Image, index: int) -> None:
-    ratio = max(picture.size) / min(picture.size)
+def _refuse_thin(width: int, height: int) -> None:
+    ratio = max(width, height) / max(1, min(width, height))
     if ratio > MAX_ASPECT_RATIO:
         text = f"The picture's sides are {ratio:.1f} to 1; this family takes at most {MAX_ASPECT_RATIO} to 1"
-        raise BadRequestError("media_refused", text, item=index, limit=MAX_ASPECT_RATIO)
+        raise BadRequestError("media_refused", text, limit=MAX_ASPECT_RATIO)

@@ -99,7 +99,9 @@ def save_random(model_class: Any, config: Any, processor: Any, folder: str | Pat
         torch.manual_seed(seed)
         model = model_class(config).eval()
         for name, weight in model.named_parameters():
-            if weight.ndim >= 2:
+            if weight.ndim >= 2 and not weight.any():
+                weight.normal_(std=0.1)  # a projection that starts at zero would make all rows zero
+            elif weight.ndim >= 2:
                 weight.mul_(4.0)  # the usual 0.02 makes features nearly constant, and errors invisible
             elif "bias" in name:
                 weight.normal_(std=0.1)

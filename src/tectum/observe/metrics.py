@@ -21,6 +21,10 @@ class _Ledger(Protocol):
     def __len__(self) -> int: ...
 
 
+class _Bodies(Protocol):
+    held: int
+
+
 class _Encoders(Protocol):
     restarts: int
 
@@ -54,6 +58,7 @@ class Metrics:
         self._refusals = Counter(
             "encoder_refusals", "Requests refused at the door, by code.", ["code"], registry=self.registry
         )
+        self._hang_ups = Counter("encoder_hang_ups", "Callers that left before their answer.", registry=self.registry)
         self._items = Counter("encoder_items", "Items that were encoded.", ["modality"], registry=self.registry)
         self._rows = Counter("encoder_rows", "Embedding rows produced.", ["modality"], registry=self.registry)
         self._stage = Histogram(
@@ -82,6 +87,14 @@ class Metrics:
         ):
             Gauge(name, text, registry=self.registry).set_function(read)
 
+    def watch_bodies(self, budget: _Bodies) -> None:
+        text = "Bytes of request bodies that are held."
+        Gauge("encoder_body_bytes", text, registry=self.registry).set_function(lambda: budget.held)
+
+    def hung_up(self) -> None:
+        """A caller left, or stopped reading, before it was answered."""
+        self._hang_ups.inc()
+
     def ended(self, job: _Job, reason: str, error: TectumError | None, seconds: float) -> None:
         """One request's outcome is decided."""
         modality = str(job.request.modality)
@@ -95,7 +108,7 @@ class Metrics:
             self._rows.labels(modality).inc(job.prepared.metadata.rows)
 
     def refused(self, error: TectumError) -> None:
-        """A request was not accepted."""
+        """A request was not accepted, by the door or by the ledger."""
         self._refusals.labels(error.code).inc()
 
     def exposition(self) -> bytes:

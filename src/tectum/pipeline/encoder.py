@@ -129,4 +129,6 @@ def embedding_of(job: Job) -> Embedding:
         torch.frombuffer(bytearray(view), dtype=dtype).view(metadata.rows, metadata.width)
         for view in job.staged.lease.views()
     )
-    return Embedding(rows, metadata.item_rows, metadata.grid_thw, tuple(deepstack), metadata.dtype, metadata.req_id)
+    items = tuple(item.to_json() for item in metadata.items)
+    grid = metadata.grid_thw
+    return Embedding(rows, metadata.item_rows, grid, tuple(deepstack), metadata.dtype, metadata.req_id, items)

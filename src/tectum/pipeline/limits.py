@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tectum.config import Settings
 from tectum.lifecycle.ledger import Limits
-from tectum.media.policy import MediaPolicy
 
 
 def lifecycle_limits(settings: Settings) -> Limits:
@@ -19,18 +18,6 @@ def lifecycle_limits(settings: Settings) -> Limits:
         unknown_id_wait=settings.unknown_id_wait,
         tombstone_ttl=settings.tombstone_ttl,
         max_tombstones=settings.max_tombstones,
-    )
-
-
-def media_policy(settings: Settings) -> MediaPolicy:
-    """Bounds of media."""
-    return MediaPolicy(
-        max_media_bytes=settings.max_media_bytes,
-        max_image_pixels=settings.max_image_pixels,
-        fetch_timeout=settings.fetch_timeout,
-        allow_http=settings.allow_http,
-        allow_private_urls=settings.allow_private_urls,
-        allowed_media_dir=settings.allowed_media_dir,
     )
 
 

@@ -16,7 +16,8 @@ import torch
 from tectum.config import Settings
 from tectum.delivery.staging import Lease, StagingPool
 from tectum.errors import TectumError
-from tectum.pipeline.limits import fuses, media_policy
+from tectum.media.policy import MediaPolicy
+from tectum.pipeline.limits import fuses
 from tectum.pipeline.pipeline import PreparedPart
 from tectum.pipeline.threads import run_to_end
 from tectum.pipeline.unit import EncoderUnit
@@ -32,7 +33,7 @@ class LocalEncoder:
     lanes = 1
 
     def __init__(self, adapter: Adapter, settings: Settings) -> None:
-        self.unit = EncoderUnit(adapter, media_policy(settings))
+        self.unit = EncoderUnit(adapter, MediaPolicy.from_settings(settings), settings.max_request_patches)
         self.fuses = fuses(settings, adapter.device.type)
         self.on_lane_lost: Callable[[int], None] = _nothing  # this process is the lane: it cannot outlive it
         threads = settings.forward_threads or max(1, (os.cpu_count() or 1) - 1)

@@ -17,8 +17,8 @@ from tectum.config import Settings
 from tectum.delivery.staging import Lease, StagingPool
 from tectum.errors import DeliveryError, TectumError
 from tectum.media.fetch import Fetcher
+from tectum.media.policy import MediaPolicy
 from tectum.media.source import needs_fetch
-from tectum.pipeline.limits import media_policy
 from tectum.pipeline.pipeline import PreparedPart, Staged
 from tectum.types import Destination, EncodeRequest, MediaItem
 
@@ -60,7 +60,7 @@ class Stages:
         self.encoders = encoders
         self.lanes = encoders.lanes
         self.pool = StagingPool(settings.max_staged_bytes)
-        self._fetcher = Fetcher(media_policy(settings))
+        self._fetcher = Fetcher(MediaPolicy.from_settings(settings))
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Stages:

@@ -6,19 +6,17 @@ the caller's process (`local.py`) and inside an encoder process (`tectum.workers
 
 from __future__ import annotations
 
-import io
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from PIL import Image
 
 from tectum.errors import BadRequestError, InternalError, TectumError, UnavailableError
-from tectum.media.image import decode_image
+from tectum.media.decode import Decoded, check_together, decode_item, probe_item, small_item
 from tectum.media.policy import MediaPolicy
 from tectum.media.source import item_bytes
-from tectum.types import EncodeRequest, MediaItem, Modality, RequestMetadata
+from tectum.types import EncodeRequest, MediaInfo, RequestMetadata
 
 if TYPE_CHECKING:
     from tectum.models.adapter import Adapter, EncodedRows, Prepared
@@ -27,11 +25,12 @@ log = logging.getLogger("tectum.unit")
 
 
 class EncoderUnit:
-    """`prepare` may be called from several threads at once, `forward` from one."""
+    """`prepare` may be called from several threads at once, `forward` from one. max_patches: most of one request."""
 
-    def __init__(self, adapter: Adapter, policy: MediaPolicy) -> None:
+    def __init__(self, adapter: Adapter, policy: MediaPolicy, max_patches: int) -> None:
         self.adapter = adapter
         self.policy = policy
+        self.max_patches = max_patches
         self._stream = torch.cuda.Stream(adapter.device) if adapter.device.type == "cuda" else None
 
     @property
@@ -48,14 +47,26 @@ class EncoderUnit:
             offered = ", ".join(sorted(self.adapter.modalities))
             text = f"{self.adapter.family} does not encode {request.modality}; it encodes: {offered}"
             raise BadRequestError("unsupported_modality", text)
-        pictures = []
-        for index, item in enumerate(request.items):
-            try:
-                pictures.append(decode_image(item_bytes(item, self.policy, None), self.policy))
-            except TectumError as error:
-                raise error.at_item(index) from None
-        prepared = self.adapter.prepare(pictures, request.options)
+        modality, options = request.modality, request.options
+
+        def encoded(index: int) -> bytes:
+            return item_bytes(request.items[index], self.policy, None)
+
+        count = len(request.items)
+        infos = list(Decoded(count, lambda index: probe_item(encoded(index), modality, self.policy)))
+        self._refuse_too_large(infos, options)
+        reading = self.adapter.reading(modality, options)
+        media = Decoded(count, lambda index: decode_item(encoded(index), modality, self.policy, reading))
+        prepared = self.adapter.prepare(media, options, modality)
         return self._metadata(request, prepared), prepared
+
+    def _refuse_too_large(self, infos: Sequence[MediaInfo], options: Mapping[str, Any]) -> None:
+        """What no forward would take is refused from its items' headers, before anything is decoded."""
+        check_together(infos, self.policy)
+        patches = sum(plan.patches for plan in self.adapter.plan(infos, options))
+        if patches > self.max_patches:
+            text = f"The request has {patches} patches, at most {self.max_patches} are taken (--max-request-patches)"
+            raise BadRequestError("request_too_large", text, limit=self.max_patches)
 
     def forward(self, batch: Sequence[Prepared], slots: Sequence[memoryview]) -> Landing:
         """One forward for the batch; each member's rows are checked and written to its slot on their own (R15).
@@ -70,10 +81,8 @@ class EncoderUnit:
         return Landing([self._land(*member) for member in zip(batch, encoded, slots, strict=True)])
 
     def warm_up(self) -> None:
-        """Run one small picture through every step, so that the first caller pays for no lazy start."""
-        file = io.BytesIO()
-        Image.new("RGB", (224, 224), (128, 128, 128)).save(file, "JPEG")
-        request = EncodeRequest("warm-up", (MediaItem(Modality.IMAGE, data=file.getvalue()),))
+        """Run one small item through every step, so that the first caller pays for no lazy start."""
+        request = EncodeRequest("warm-up", (small_item(self.adapter.modalities),))
         metadata, prepared = self.prepare(request)
         for error in self.forward([prepared], [memoryview(bytearray(metadata.nbytes))]).wait():
             if error is not None:
@@ -86,7 +95,7 @@ class EncoderUnit:
             part_idx=request.part_idx,
             items=tuple(prepared.items),
             width=self.adapter.width,
-            deepstack_layers=self.adapter.deepstack_layers,
+            deepstack_layers=self.adapter.deepstack_layers_of(request.modality),
             dtype=self.adapter.dtype,
         )
 

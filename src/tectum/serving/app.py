@@ -16,8 +16,8 @@ from tectum.errors import UnavailableError
 from tectum.observe.metrics import Metrics
 from tectum.pipeline.pipeline import Pipeline
 from tectum.serving import dashboard, native, problems
-from tectum.serving.bodies import EncodeBody
-from tectum.serving.guard import Guard, read_token
+from tectum.serving.bodies import openapi_schemas
+from tectum.serving.guard import BodyBudget, Guard, Tokens
 from tectum.workers.pool import WorkerPool
 
 #: of `--stall-timeout`: an encoder that finishes nothing for so long is called unhealthy, before it is replaced
@@ -36,6 +36,7 @@ def create_app(
         title="Tectum",
         version=tectum.__version__,
         description="Vision encoders as a service: rows for a language model that runs elsewhere.",
+        docs_url=None,  # its page would load a script from another host
         redoc_url=None,
     )
     problems.install(app)
@@ -44,13 +45,15 @@ def create_app(
     _add_pages(app, pool, settings, metrics)
     _add_catalogue(app)
     app.openapi = _documented(app.openapi)  # type: ignore[method-assign]
-    token = read_token(settings.token_file)
+    budget = BodyBudget(settings.max_bodies_bytes, metrics.refused)
+    metrics.watch_bodies(budget)
+    tokens = None if settings.token_file is None else Tokens(settings.token_file)
     if recent is not None:
         page = dashboard.Dashboard(pipeline, pool, settings, recent)
-        app.include_router(dashboard.router(page, token))
+        app.include_router(dashboard.router(page, tokens))
         pages = Gauge("encoder_live_pages", "Live pages that are open.", registry=metrics.registry)
         pages.set_function(lambda: page.open_pages)
-    app.add_middleware(Guard, token=token, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(Guard, settings=settings, tokens=tokens, budget=budget, hung_up=metrics.hung_up)
     return app
 
 
@@ -115,10 +118,7 @@ def _documented(openapi: Callable[[], dict[str, Any]]) -> Callable[[], dict[str,
 
     def document() -> dict[str, Any]:
         schema = openapi()
-        body = EncodeBody.model_json_schema(ref_template="#/components/schemas/{model}")
-        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-        schemas.update(body.pop("$defs", {}))
-        schemas["EncodeBody"] = body
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(openapi_schemas())
         return schema
 
     return document

@@ -9,7 +9,6 @@ The page and its files are the same for everybody and hold no figures; every fig
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import math
 import time
@@ -30,6 +29,7 @@ from tectum.config import Settings
 from tectum.errors import BadRequestError, TectumError, UnavailableError
 from tectum.lifecycle.events import Reason, State
 from tectum.pipeline.pipeline import Job, Pipeline
+from tectum.serving.guard import Tokens
 from tectum.serving.presence import Caller, CallerGoneError
 from tectum.types import Destination, RequestMetadata
 from tectum.workers.pool import WorkerPool
@@ -202,8 +202,10 @@ class _Events(Response):
         try:
             async with Caller(receive, send, PATIENCE).watched():
                 await self._feed(send)
-        except (CallerGoneError, TimeoutError):
-            pass  # nobody reads any more
+        except CallerGoneError:
+            pass  # a page was closed: that is how each of them ends
+        except TimeoutError:
+            raise CallerGoneError from None
         finally:
             self._dashboard.open_pages -= 1
 
@@ -221,19 +223,18 @@ class _Events(Response):
             await asyncio.sleep(INTERVAL)
 
 
-def router(dashboard: Dashboard, token: bytes | None) -> APIRouter:
-    """`/`, `/dashboard/static/…` and `/dashboard/events`. token: what callers must send, where there is one."""
+def router(dashboard: Dashboard, tokens: Tokens | None) -> APIRouter:
+    """`/`, `/dashboard/static/…` and `/dashboard/events`. tokens: those that callers may send, where they need one."""
     api = APIRouter(include_in_schema=False)
     page = _read("index.html")
     static = {name: _read(name) for name in _FILES}
     static.update({f"samples/{name}": files("tectum.demo").joinpath("photos", name).read_bytes() for name in _SAMPLES})
-    expected = None if token is None else b"Bearer " + token
 
     @api.get("/")
     async def index(request: Request) -> Response:
         """The page; with status 401 it is the same and asks for the token."""
         given = request.headers.get("authorization", "").encode()
-        known = expected is None or hmac.compare_digest(given, expected)
+        known = tokens is None or tokens.accept(given)
         challenge = {} if known else {"www-authenticate": "Bearer"}
         return HTMLResponse(page, 200 if known else 401, {**_HEADERS, **challenge})
 

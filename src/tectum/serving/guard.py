@@ -1,76 +1,253 @@
-"""What stands before every route: the bearer token and the cap on a body. Plain ASGI, so that it costs little."""
+"""What stands before every route: who may come in, and how much of a body, how fast. Plain ASGI, so that it costs little.
+
+Nothing of a body is read before its request is admitted. From then on every byte is booked against one budget for all bodies
+until the request is answered, and the body has to keep up a least rate.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tectum.errors import BadRequestError, StartupError
+from tectum.config import Settings, is_loopback
+from tectum.errors import BadRequestError, StartupError, TectumError, UnavailableError
+from tectum.serving.connection import ABORT
+from tectum.serving.presence import CallerGoneError
 from tectum.serving.problems import problem_response
+
+log = logging.getLogger("tectum.http")
 
 #: paths that answer without a token: probes need no secret, and an error's page and the live page's files are the same
 #: for everybody (`/` answers 401 with the page, which asks for the token)
 OPEN_PATHS = frozenset({"/", "/health/live", "/health/ready", "/health/progress"})
 OPEN_PREFIXES = ("/errors/", "/api/errors/", "/dashboard/static/")
+#: seconds that the rest of a refused body is read and dropped, so that its sender gets to read why
+LINGER = 2.0
+_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
-def read_token(path: Path | None) -> bytes | None:
-    """The first line of the token file. Raises StartupError `invalid_settings` when there is none."""
-    if path is None:
-        return None
-    try:
-        token = path.read_text().splitlines()[0].strip()
-    except (OSError, UnicodeDecodeError, IndexError):
-        raise StartupError("invalid_settings", f"token_file: {path} cannot be read or is empty") from None
-    if not token:
-        raise StartupError("invalid_settings", f"token_file: the first line of {path} is empty")
-    return token.encode()
+class Tokens:
+    """The bearer tokens of a file: each line that is not empty is one, so that two are valid while callers change over.
+
+    The file is looked at again with every request and read when it changed; while it is missing or empty, the tokens read
+    last stay in force. Raises StartupError `invalid_settings` when there is none at the start.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp = self._look()
+        try:
+            self._tokens = self._read()
+        except (OSError, UnicodeDecodeError):
+            raise StartupError("invalid_settings", f"token_file: {path} cannot be read") from None
+        if not self._tokens:
+            raise StartupError("invalid_settings", f"token_file: {path} holds no token")
+
+    def accept(self, authorization: bytes) -> bool:
+        """Whether an Authorization header carries one of the tokens. Takes as long for a wrong one as for a right one."""
+        self._reload()
+        found = False
+        for token in self._tokens:
+            found |= hmac.compare_digest(authorization, b"Bearer " + token)
+        return found
+
+    def _reload(self) -> None:
+        stamp = self._look()
+        if stamp is None or stamp == self._stamp:
+            return
+        self._stamp = stamp
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if tokens := self._read():
+                self._tokens = tokens
+                log.info("the token file changed: %d token(s) are valid now", len(tokens))
+                return
+        log.warning("the token file cannot be read or is empty; the tokens read last stay valid")
+
+    def _look(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _read(self) -> list[bytes]:
+        return [line.strip().encode() for line in self._path.read_text().splitlines() if line.strip()]
 
 
-def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
+@dataclass(slots=True)
+class BodyBudget:
+    """The bytes of all bodies that are held now, and the most there may be. refused: hears of each refusal."""
+
+    limit: int
+    refused: Callable[[TectumError], None]
+    held: int = 0
+
+    def check(self, more: int) -> None:
+        """Raises UnavailableError `overloaded` when `more` bytes do not fit."""
+        if self.held + more > self.limit:
+            text = f"The encoder is full: {self.held} bytes of request bodies (limit {self.limit})"
+            raise UnavailableError("overloaded", text, retry_after=1.0)
+
+
+class Upload:
+    """One request's body on its way in: its bytes are counted, booked and timed. A context manager: it gives them back.
+
+    coming: whether there is a body at all. `receive` and `send` stand before those of ASGI.
+    """
+
+    def __init__(self, coming: bool, receive: Receive, send: Send, budget: BodyBudget, settings: Settings) -> None:
+        self._receive = receive
+        self._send = send
+        self._budget = budget
+        self._settings = settings
+        self._started = asyncio.get_running_loop().time()
+        self._size = 0
+        self._ended = not coming
+
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._budget.held -= self._size
+
+    async def receive(self) -> Message:
+        """Raises BadRequestError `body_too_large` or `request_timeout`, or UnavailableError `overloaded`."""
+        if self._ended:
+            return await self._receive()  # whoever asks now wants to hear of a hang-up
+        try:
+            return await self._next()
+        except TectumError as refusal:
+            self._budget.refused(refusal)
+            raise
+
+    async def _next(self) -> Message:
+        grace, rate = self._settings.body_grace, self._settings.min_body_rate
+        try:
+            async with asyncio.timeout_at(self._started + grace + self._size / rate):
+                message = await self._receive()
+        except TimeoutError:
+            text = f"The body is slower than --min-body-rate {rate} bytes a second (after --body-grace {grace:g} s)"
+            raise BadRequestError("request_timeout", text) from None
+        more = len(message.get("body", b""))
+        check_size(self._size + more, self._settings.max_body_bytes)
+        self._budget.check(more)
+        self._budget.held += more
+        self._size += more
+        self._ended = not message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """An answer that comes before the body has ended is the connection's last: the rest of it will not be parsed."""
+        if self._ended:
+            await self._send(message)
+        elif message["type"] == "http.response.start":
+            head = [(name, value) for name, value in message.get("headers", []) if name.lower() != b"connection"]
+            await self._send({**message, "headers": [*head, (b"connection", b"close")]})
+        elif message.get("more_body", False):
+            await self._send(message)
+        else:
+            await self._send({**message, "more_body": True})
+            await self._linger()
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _linger(self) -> None:
+        """Closing at once would reset the connection, and the caller might lose the answer while it still sends."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER):
+                while (await self._receive()).get("more_body", False):
+                    pass
+
+
+def check_size(size: int, limit: int) -> None:
+    if size > limit:
+        raise BadRequestError("body_too_large", f"The body is larger than --max-body-bytes {limit}")
 
 
 class Guard:
-    """Refuses requests without the token (401) and bodies above the cap (413), before a route sees them."""
+    """Refuses requests without a token (401), and bodies that are too large (413), too many (503) or too slow (408).
 
-    def __init__(self, app: ASGIApp, *, token: bytes | None, max_body_bytes: int) -> None:
+    hung_up: hears of each caller that left, or stopped reading, before it was answered.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        settings: Settings,
+        tokens: Tokens | None,
+        budget: BodyBudget,
+        hung_up: Callable[[], None],
+    ) -> None:
         self.app = app
-        self._expected = None if token is None else b"Bearer " + token
-        self._max_body = max_body_bytes
+        self._settings = settings
+        self._tokens = tokens
+        self._budget = budget
+        self._hung_up = hung_up
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if self._expected is not None and not _is_open(scope["path"]):
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                error = BadRequestError("unauthorized", "A bearer token is needed: Authorization: Bearer …")
-                await problem_response(error)(scope, receive, send)
-                return
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._max_body:
-            await problem_response(self._too_large())(scope, receive, send)
-            return
-        await self.app(scope, self._capped(receive), send)
+        declared = int(length) if length.isdigit() else 0
+        coming = declared > 0 or b"transfer-encoding" in headers
+        with Upload(coming, receive, send, self._budget, self._settings) as upload:
+            try:
+                self._admit(scope, headers, coming, declared)
+            except TectumError as refusal:
+                self._budget.refused(refusal)
+                await problem_response(refusal)(scope, upload.receive, upload.send)
+                return
+            try:
+                await self.app(scope, upload.receive, upload.send)
+            except CallerGoneError:
+                log.debug("a caller hung up, or stopped reading, before it was answered")
+                self._hung_up()
+                scope.get("extensions", {}).get(ABORT, {}).get("call", _nothing)()
 
-    def _capped(self, receive: Receive) -> Receive:
-        """A body without a declared length is counted as it comes."""
-        seen = 0
+    def _admit(self, scope: Scope, headers: dict[bytes, bytes], coming: bool, declared: int) -> None:
+        """Raises TectumError for a request that is not let in. Looks at its headers alone."""
+        tokens = None if _is_open(scope["path"]) else self._tokens
+        if tokens is not None and not tokens.accept(headers.get(b"authorization", b"")):
+            raise BadRequestError("unauthorized", "A bearer token is needed: Authorization: Bearer …")
+        if tokens is None and _from_another_site(headers):
+            text = "A page of another site sent this; a server without a token answers no other site's pages"
+            raise BadRequestError("cross_site", text)
+        if coming and scope["method"] not in _WITH_BODY:
+            raise BadRequestError("invalid_request", f"A {scope['method'][:20]} request takes no body")
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise BadRequestError(
+                "invalid_request", "Compressed bodies are not taken: send it without Content-Encoding"
+            )
+        check_size(declared, self._settings.max_body_bytes)
+        self._budget.check(declared)
 
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._max_body:
-                raise self._too_large()
-            return message
 
-        return counted
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
 
-    def _too_large(self) -> BadRequestError:
-        return BadRequestError("body_too_large", f"The body is larger than --max-body-bytes {self._max_body}")
+
+def _from_another_site(headers: dict[bytes, bytes]) -> bool:
+    """Whether a browser says that a page from elsewhere made the request: any page can reach a loopback address."""
+    if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+        return True
+    origin = headers.get(b"origin")
+    if origin is None:
+        return False
+    try:
+        return not is_loopback(urlsplit(origin.decode("latin-1")).hostname or "")
+    except ValueError:
+        return True
+
+
+def _nothing() -> None:
+    pass

@@ -18,7 +18,7 @@ from tectum.lifecycle.events import Milestone, Reason
 from tectum.pipeline.pipeline import Job, Pipeline, Staged
 from tectum.pipeline.threads import run_to_end
 from tectum.serving.bodies import REQ_ID, read_encode_request
-from tectum.serving.presence import Caller, CallerGoneError
+from tectum.serving.presence import Caller
 from tectum.types import EncodeRequest
 
 InPath = Annotated[str, Path(max_length=256, pattern=REQ_ID, description="Id of a request.")]
@@ -34,7 +34,11 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class Answer(Response):
-    """A response that is worked out while the caller waits: a hang-up, or a reader that stalls, cancels the work."""
+    """A response that is worked out while the caller waits.
+
+    A hang-up, or a reader that stalls, cancels the work: the cancelled block has told the lifecycle, and CallerGoneError goes
+    on to the guard, which drops the connection.
+    """
 
     def __init__(self, work: Callable[[Caller], Awaitable[None]], patience: float) -> None:
         super().__init__()
@@ -42,11 +46,8 @@ class Answer(Response):
         self._patience = patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with Caller(receive, send, self._patience).watched() as caller:
-                await self._work(caller)
-        except CallerGoneError:
-            pass  # the lifecycle has been told by the cancelled block; nobody is left to answer
+        async with Caller(receive, send, self._patience).watched() as caller:
+            await self._work(caller)
 
 
 def router(pipeline: Pipeline, settings: Settings) -> APIRouter:

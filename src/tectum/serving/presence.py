@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
 from starlette.types import Receive, Send
@@ -13,7 +13,18 @@ CHUNK = 1024 * 1024
 
 
 class CallerGoneError(Exception):
-    """The caller closed its connection, or stopped reading; nobody is left to answer."""
+    """The caller closed its connection, or stopped reading; nobody is left to answer. The guard drops the connection."""
+
+
+async def body_pieces(receive: Receive) -> AsyncGenerator[bytes, None]:
+    """A request's body as it comes. Raises CallerGoneError when it ends before its end."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise CallerGoneError
+        yield message.get("body", b"")
+        if not message.get("more_body", False):
+            return
 
 
 class Caller:

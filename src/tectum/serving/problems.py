@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -29,17 +28,11 @@ def problem_response(error: TectumError, req_id: str | None = None) -> JSONRespo
     return JSONResponse(error.to_problem(req_id), error.status, headers, MEDIA_TYPE)
 
 
-def from_validation(error: ValidationError | RequestValidationError) -> TectumError:
-    """Which field is wrong and why; the value itself is never repeated."""
-    if isinstance(error, ValidationError):
-        found = error.errors(include_input=False, include_url=False, include_context=False)
-    else:
-        found = list(error.errors())
-    first: dict[str, Any] = dict(found[0])
-    where = ".".join(str(part) for part in first["loc"]) or "body"
-    item = first["loc"][1] if len(first["loc"]) > 1 and first["loc"][0] == "items" else None
-    text = f"{where[:80]}: {first['msg']}"
-    return BadRequestError("invalid_request", text, item=item if isinstance(item, int) else None)
+def from_validation(error: RequestValidationError) -> TectumError:
+    """Which part of the path or the query is wrong and why; the value itself is never repeated."""
+    first: dict[str, Any] = dict(error.errors()[0])
+    where = ".".join(str(part) for part in first["loc"])
+    return BadRequestError("invalid_request", f"{where[:80]}: {first['msg']}")
 
 
 def install(app: FastAPI) -> None:
@@ -50,17 +43,17 @@ def install(app: FastAPI) -> None:
         return problem_response(error, getattr(request.state, "req_id", None))
 
     async def on_validation(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, (ValidationError, RequestValidationError))
+        assert isinstance(error, RequestValidationError)
         return problem_response(from_validation(error))
 
     async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
             return problem_response(
-                BadRequestError("not_found", "There is no such page; see /docs for those there are")
+                BadRequestError("not_found", "There is no such page; /openapi.json lists those there are")
             )
         if error.status_code == 405:
-            text = f"{request.method} is not offered here; see /docs"
+            text = f"{request.method[:20]} is not offered here; /openapi.json lists what is"
             return problem_response(BadRequestError("method_not_allowed", text))
         return problem_response(BadRequestError("invalid_request", str(error.detail)))
 
@@ -69,7 +62,6 @@ def install(app: FastAPI) -> None:
         return problem_response(InternalError("internal", text), getattr(request.state, "req_id", None))
 
     app.add_exception_handler(TectumError, on_tectum)
-    app.add_exception_handler(ValidationError, on_validation)
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(Exception, on_other)

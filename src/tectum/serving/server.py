@@ -10,16 +10,21 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from starlette.types import ASGIApp
 
 from tectum.config import Settings
 from tectum.errors import StartupError
@@ -29,13 +34,17 @@ from tectum.pipeline.pipeline import Observer, Pipeline
 from tectum.pipeline.service import running_pipeline
 from tectum.pipeline.stages import Stages
 from tectum.serving.app import create_app
+from tectum.serving.connection import Connection, ConnectionLimits
 from tectum.serving.dashboard import Recent
+from tectum.serving.guard import Tokens
 from tectum.workers.pool import WorkerPool
 
 log = logging.getLogger("tectum.server")
 
 #: seconds that an idle connection is kept: longer than our clients keep theirs, so that they never meet a closed one
 KEEP_ALIVE = 75
+#: connections that the kernel keeps while the event loop is busy
+BACKLOG = 2048
 
 
 def serve(model: str, settings: Settings, console: Console | None = None) -> int:
@@ -45,9 +54,13 @@ def serve(model: str, settings: Settings, console: Console | None = None) -> int
     """
     console = console or Console(stderr=True)
     logs.configure(settings.log_level)
+    tls = tls_context(settings)
+    if settings.token_file is not None:
+        Tokens(settings.token_file)  # a mistake shows before minutes of loading
     listener = bind(settings.host, settings.port)
+    _allow_files(settings.max_connections)
     with listener:
-        return uvloop.run(_serve(model, settings, listener, console))
+        return uvloop.run(_serve(model, settings, listener, tls, console))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -67,11 +80,70 @@ def bind(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise StartupError("port_in_use", f"Port {port} on {host} is in use; give another --port") from None
         raise StartupError("invalid_settings", f"host: cannot listen on {host}:{port}: {error.strerror}") from None
-    listener.listen(2048)
+    listener.listen(BACKLOG)
     return listener
 
 
-async def _serve(model: str, settings: Settings, listener: socket.socket, console: Console) -> int:
+def _allow_files(connections: int) -> None:
+    """Raise the limit of open files so far that connections are refused by their own limit, which says so."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * connections + 512
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )
+
+
+def tls_context(settings: Settings) -> ssl.SSLContext | None:
+    """TLS 1.2 or later with the settings' certificate, asking callers for theirs where an authority is given.
+
+    Raises StartupError `invalid_settings` for files that cannot be read, are not PEM, or do not belong together.
+    """
+    if settings.tls_cert is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise StartupError("invalid_settings", f"tls_cert, tls_key: {error.strerror or error}") from None
+    if settings.tls_client_ca is not None:
+        try:
+            context.load_verify_locations(settings.tls_client_ca)
+        except (OSError, ssl.SSLError) as error:
+            raise StartupError("invalid_settings", f"tls_client_ca: {error.strerror or error}") from None
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _configured(app: ASGIApp, settings: Settings, metrics: Metrics, tls: ssl.SSLContext | None) -> uvicorn.Config:
+    limits = ConnectionLimits(
+        max_connections=settings.max_connections,
+        max_head_bytes=settings.max_head_bytes,
+        head_timeout=settings.head_timeout,
+        stall_timeout=settings.send_timeout,
+    )
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        http=cast(type[asyncio.Protocol], partial(Connection, limits=limits, refused=metrics.refused)),
+        ws="none",
+        proxy_headers=False,
+        date_header=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=1,
+        ssl_context_factory=None if tls is None else lambda *_: tls,
+    )
+    config.load()
+    return config
+
+
+async def _serve(
+    model: str, settings: Settings, listener: socket.socket, tls: ssl.SSLContext | None, console: Console
+) -> int:
     metrics = Metrics()
     async with AsyncExitStack() as open_:
         with _loading(model, settings, console) as tell:
@@ -85,25 +157,14 @@ async def _serve(model: str, settings: Settings, listener: socket.socket, consol
         pipeline = await open_.enter_async_context(running_pipeline(stages, settings, observers))
         metrics.watch(pipeline.ledger, pool)
         app = create_app(pipeline, pool, settings, metrics, recent)
-        server = _Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                http="httptools",
-                date_header=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=1,
-            )
-        )
+        server = _Server(_configured(app, settings, metrics, tls), settings.head_timeout)
         stop = _stop_on_signals()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await server.listening.wait()
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        console.print(f"ready on http://{shown}:{port}", highlight=False, soft_wrap=True)
+        scheme = "http" if tls is None else "https"
+        console.print(f"ready on {scheme}://{shown}:{port}", highlight=False, soft_wrap=True)
         await asyncio.wait([asyncio.ensure_future(stop.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
         finished = await _drain(pipeline, settings, console)
         server.stop.set()
@@ -141,10 +202,29 @@ def _stop_on_signals() -> asyncio.Event:
 class _Server(uvicorn.Server):
     """uvicorn without its ten wake-ups a second and without its signal handlers: the process above owns both."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, handshake: float) -> None:
         super().__init__(config)
+        self._handshake = handshake
         self.listening = asyncio.Event()
         self.stop = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's for sockets that are there, but a TLS handshake gets no longer than a request's headers."""
+        assert sockets is not None, "the port is taken before the server is made"
+
+        def protocol() -> asyncio.Protocol:
+            made: Any = self.config.http_protocol_class
+            return cast(asyncio.Protocol, made(config=self.config, server_state=self.server_state, app_state={}))
+
+        loop = asyncio.get_running_loop()
+        patience = None if self.config.ssl is None else self._handshake
+        self.servers = [
+            await loop.create_server(
+                protocol, sock=sock, ssl=self.config.ssl, ssl_handshake_timeout=patience, backlog=BACKLOG
+            )
+            for sock in sockets
+        ]
+        self.started = True
 
     async def main_loop(self) -> None:
         self.listening.set()

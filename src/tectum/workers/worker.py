@@ -186,8 +186,8 @@ def _load(line: Line, start: messages.Start, settings: Settings) -> Any:
     """The encoder, loaded and warm; the service hears of the progress."""
     import torch
 
+    from tectum.media.policy import MediaPolicy
     from tectum.models.load import load_adapter
-    from tectum.pipeline.limits import media_policy
     from tectum.pipeline.unit import EncoderUnit
 
     torch.set_num_threads(settings.forward_threads or max(1, ((os.cpu_count() or 1) - 1) // settings.workers))
@@ -200,7 +200,7 @@ def _load(line: Line, start: messages.Start, settings: Settings) -> Any:
         dtype=settings.dtype,
         progress=lambda what, fraction: line.send(Loading(what, fraction)),
     )
-    unit = EncoderUnit(adapter, media_policy(settings))
+    unit = EncoderUnit(adapter, MediaPolicy.from_settings(settings), settings.max_request_patches)
     unit.warm_up()
     return unit
 

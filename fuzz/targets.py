@@ -1,0 +1,188 @@
+"""What is fuzzed: one function for each parser, from bytes to nothing. It raises where the parser breaks its contract.
+
+The contract of all: what is wrong with the input is a TectumError of 4xx (`wire`: `invalid_rows`) whose text keeps the rules
+of errors; nothing else is raised, and nothing takes long (the fuzzer's own time limit).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ipaddress
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch  # noqa: F401  # `wire` imports it when rows arrive, which must not count as a hang
+from starlette.requests import Request
+
+from tectum.config import Settings
+from tectum.delivery import wire
+from tectum.errors import MAX_TEXT, TectumError, clean_text
+from tectum.media.image import decode_image, image_size
+from tectum.media.policy import MediaPolicy, check_address, parse_target
+from tectum.media.source import decode_base64, item_bytes
+from tectum.serving.bodies import decode_encode_body, read_encode_request
+from tectum.types import MediaItem, Modality
+
+Target = Callable[[bytes], None]
+TARGETS: dict[str, Target] = {}
+SETTINGS = Settings(max_items=8, max_body_bytes=1 << 20)
+POLICY = MediaPolicy(max_media_bytes=1 << 20, max_image_pixels=1 << 16, max_request_pixels=1 << 17)
+
+
+def target(parse: Target) -> Target:
+    @functools.wraps(parse)
+    def lawful(data: bytes) -> None:
+        try:
+            parse(data)
+        except TectumError as error:
+            check_error(error)
+
+    TARGETS[parse.__name__] = lawful
+    return lawful
+
+
+def check_error(error: TectumError) -> None:
+    """The rules of errors (DESIGN: errors are an interface)."""
+    assert 400 <= error.status < 500 or error.code == "invalid_rows", error.code
+    assert len(error.message) <= MAX_TEXT
+    assert error.message.isprintable()
+    assert len(json.dumps(error.to_problem())) <= 1024
+
+
+@target
+def data_uri(data: bytes) -> None:
+    url = "data:" + data.decode("utf-8", "surrogateescape")
+    read = item_bytes(MediaItem(Modality.IMAGE, url=url), POLICY, None)
+    assert 0 < len(read) <= POLICY.max_media_bytes
+
+
+@target
+def base64_text(data: bytes) -> None:
+    read = decode_base64(data.decode("latin-1"), POLICY)
+    assert len(read) <= len(data)
+
+
+@target
+def url(data: bytes) -> None:
+    """Whatever is accepted is read by the parser of the standard library as the very same target."""
+    found = parse_target(data.decode("utf-8", "surrogateescape"), POLICY)
+    again = urlsplit(f"{found.scheme}://{found.origin}{found.path}")
+    assert (again.scheme, again.hostname, again.username) == (found.scheme, found.host, None)
+    assert (again.port or {"http": 80, "https": 443}[found.scheme]) == found.port
+    assert found.host.isascii()
+    assert not set(found.origin + found.path) & set("\\ \r\n\t\0")
+    try:
+        address = ipaddress.ip_address(found.host)
+    except ValueError:
+        assert not found.host.replace(".", "").isdigit(), "a number that resolvers would take for an address"
+        return
+    try:
+        check_address(str(address), POLICY)
+    except TectumError:
+        return
+    assert address.is_global
+    assert not address.is_multicast
+
+
+@target
+def file_url(data: bytes) -> None:
+    """Nothing is read where no folder is allowed."""
+    item_bytes(MediaItem(Modality.IMAGE, url="file:" + data.decode("utf-8", "surrogateescape")), POLICY, None)
+    raise AssertionError("a file was read")
+
+
+@target
+def json_body(data: bytes) -> None:
+    request = decode_encode_body(data, SETTINGS).to_request({}, SETTINGS)
+    assert 1 <= len(request.items) <= SETTINGS.max_items
+    assert 0 <= request.part_idx < request.num_parts <= 4096
+    json.dumps(request.options)
+
+
+def drive(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine that has nothing to wait for."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it waits for something")
+
+
+@target
+def multipart(data: bytes) -> None:
+    """The first byte says how the body is cut into pieces; up to the first line break stands the content type's tail."""
+    tail, _, body = data[1:].partition(b"\n")
+    step = data[0] + 1 if data else 1
+    pieces = [body[at : at + step * 7] for at in range(0, len(body), step * 7)] or [b""]
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+
+    headers = [(b"content-type", b"multipart/form-data; boundary=b" + tail)]
+    request = Request({"type": "http", "method": "POST", "headers": headers, "path": "/"}, receive)
+    drive(read_encode_request(request, SETTINGS))
+
+
+@target
+def wire_document(data: bytes) -> None:
+    """Also what a hostile encoder may answer to a receiver: nothing but `invalid_rows`."""
+    embedding = wire.unpack(data)
+    assert sum(embedding.item_rows) == embedding.rows.shape[0]
+
+
+@target
+def picture(data: bytes) -> None:
+    size = image_size(data, POLICY)
+    decoded = decode_image(data, POLICY)
+    assert (decoded.mode, decoded.size) == ("RGB", size)
+    assert decoded.width * decoded.height <= POLICY.max_image_pixels
+
+
+@target
+def error_text(data: bytes) -> None:
+    """Secrets of a URL never come through, whatever stands around it."""
+    text = data.decode("utf-8", "replace")
+    for around in (f"{text} https://user:c4n4ry@h/p?s=c4n4ry", f"https://user:c4n4ry@h/p#c4n4ry {text}"):
+        cleaned = clean_text(around)
+        assert len(cleaned) <= MAX_TEXT
+        assert cleaned.isprintable()
+        assert "c4n4ry" not in cleaned or "c4n4ry" in text
+
+
+@target
+def problem(data: bytes) -> None:
+    """What a hostile server may answer to the client."""
+    try:
+        document = json.loads(data)
+    except ValueError:
+        return
+    if isinstance(document, dict):
+        TectumError.from_problem(document).to_problem()
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop()
+
+
+@target
+def http(data: bytes) -> None:
+    """Bytes of a connection, cut at the first byte's step, into the real connection, guard and bodies."""
+    from fuzz.http import exchange
+
+    answers = _loop().run_until_complete(exchange(data[1:], step=1 + (data[0] if data else 0)))
+    check_answers(answers)
+
+
+def check_answers(answers: bytes) -> None:
+    while answers:
+        head, _, rest = answers.partition(b"\r\n\r\n")
+        lines = head.split(b"\r\n")
+        version, status = lines[0].split(b" ")[:2]
+        assert version == b"HTTP/1.1"
+        assert status == b"100" or 200 <= int(status) < 500, lines[0]
+        length = next((int(line[16:]) for line in lines if line.lower().startswith(b"content-length: ")), 0)
+        answers = rest if rest.startswith(b"HTTP/1.1 ") else rest[length:]  # an answer to HEAD has a length and no body

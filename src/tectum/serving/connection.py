@@ -1,0 +1,202 @@
+"""One connection, before there is a request: how many, how large a head may be, and how long anything may stall.
+
+uvicorn's protocol does the HTTP; what it leaves unbounded is bounded here: connections, the bytes and the time of a request
+line with its headers, requests sent ahead, and a reader that takes nothing. It knows no route and reads no body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httptools
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tectum.errors import BadRequestError, TectumError, UnavailableError
+from tectum.serving.problems import problem_response
+
+#: requests that a caller may send on one connection before it has read the first answer
+MAX_AHEAD = 8
+MAX_HEADERS = 100
+#: seconds that a closed connection may take to read its last bytes
+CLOSING = 5.0
+#: key of the scope's extensions: its `call` drops the connection at once
+ABORT = "tectum.abort"
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """max_head_bytes: request line and headers. head_timeout, stall_timeout (a reader that takes nothing): seconds."""
+
+    max_connections: int
+    max_head_bytes: int
+    head_timeout: float
+    stall_timeout: float
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's HTTP protocol within limits. `refused` hears of every refusal, for the metrics."""
+
+    def __init__(
+        self, *args: Any, limits: ConnectionLimits, refused: Callable[[TectumError], None], **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._refused = refused
+        self._in_head = True  # between the end of one request and the end of the next one's headers
+        self._head_bytes = 0
+        self._deaf = False
+        self._refusal: TectumError | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+
+    # --- limits ---
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_head_timer()
+        if len(self.connections) > self._limits.max_connections:
+            self.app = self._turn_away
+            if len(self.connections) > 2 * self._limits.max_connections:
+                self._refused(_too_many())
+                self.abort()
+
+    async def _turn_away(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = _too_many()
+        self._refused(error)
+        head, body = problem_parts(error)
+        await send({"type": "http.response.start", "status": error.status, "headers": head})
+        await send({"type": "http.response.body", "body": body})
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        if self._deaf or self.transport.is_closing():
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+            self._start_head_timer()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:  # whatever was raised in a callback, too
+            self._refuse(self._refusal or BadRequestError("invalid_request", "This is not a request in HTTP/1.1"))
+        except httptools.HttpParserUpgrade:  # answered in HTTP/1.1 all the same, and nothing is read after it
+            self._deaf = True
+            self.cycle.keep_alive = False
+        else:
+            if self._in_head and self._head_bytes > self._limits.max_head_bytes:
+                self._refuse(self._head_too_large())
+
+    def on_headers_complete(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self._limits.max_head_bytes or len(self.headers) > MAX_HEADERS:
+            self._refusal = self._head_too_large()
+            raise self._refusal
+        if len(self.pipeline) >= MAX_AHEAD:
+            text = f"More than {MAX_AHEAD} requests were sent before an answer was read"
+            self._refusal = BadRequestError("invalid_request", text)
+            raise self._refusal
+        self._stop_head_timer()
+        self._in_head = False
+        self._head_bytes = 0
+        super().on_headers_complete()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT: {"call": self.abort}}
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        super().on_message_complete()
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._limits.head_timeout, self._head_is_late)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._start_head_timer()  # what comes ahead of time may take its time: an earlier request is being answered
+            return
+        seconds = self._limits.head_timeout
+        self._refuse(
+            BadRequestError("request_timeout", f"The request's headers took longer than {seconds:g} s (--head-timeout)")
+        )
+
+    def _head_too_large(self) -> BadRequestError:
+        text = f"The request line and headers are larger than --max-head-bytes {self._limits.max_head_bytes}"
+        return BadRequestError("head_too_large", text)
+
+    # --- a reader that takes nothing ---
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(self._limits.stall_timeout, self.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_stall_timer()
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._abort_later()
+
+    # --- the end ---
+
+    def abort(self) -> None:
+        """Drop the connection, and what it has not read, now."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # so that uvicorn does not report an answer that was not finished
+            self.cycle.message_event.set()
+        self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        self._stop_stall_timer()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+
+    def _abort_later(self) -> None:
+        """A closing transport still waits for its reader; not for ever."""
+        self.loop.call_later(CLOSING, self.transport.abort)
+
+    def _refuse(self, error: TectumError) -> None:
+        """Answer what never became a request, and close."""
+        self._stop_head_timer()
+        if self.transport.is_closing():
+            return
+        self._deaf = True
+        self._refused(error)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.abort()  # an earlier request's answer is under way: this one cannot be written into it
+            return
+        if self._head_bytes:
+            head, body = problem_parts(error)
+            line = f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}\r\n".encode()
+            self.transport.write(line + b"".join(b"%s: %s\r\n" % header for header in head) + b"\r\n" + body)
+        self.transport.close()
+        self._abort_later()
+
+
+def _too_many() -> UnavailableError:
+    return UnavailableError("overloaded", "The encoder is full: too many open connections", retry_after=1.0)
+
+
+def problem_parts(error: TectumError) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Headers and body of an error as `application/problem+json`, on a connection that is closed after it."""
+    response = problem_response(error)
+    return [*response.raw_headers, (b"connection", b"close")], bytes(response.body)

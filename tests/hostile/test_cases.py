@@ -1,0 +1,27 @@
+"""Each case is a test; see `cases.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hostile.__main__ import run_one
+from tests.hostile.cases import CASES, Case
+from tests.hostile.servers import Servers, running
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    with running() as made:
+        yield made
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case: Case, servers: Servers) -> None:
+    result = run_one(case, servers)
+    assert result["holds"], f"{case.what}: expected {case.expected!r}, got {result['got']!r}"
+
+
+def test_every_case_has_a_name_of_its_own() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)

@@ -1,0 +1,1 @@
+"""Real weights and a real recording, from registry packages: `make test-real`."""

@@ -1,0 +1,342 @@
+"""The doors themselves: TLS and mutual TLS, tokens that rotate, what is refused at start-up, and what a log line may hold."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+import warnings
+from pathlib import Path
+
+import httpx2
+import pytest
+import trustme
+
+from tectum.config import Settings
+from tectum.demo.encoder_process import EncoderProcess
+from tectum.errors import BadRequestError, StartupError, TectumError, UnavailableError
+from tectum.observe.logs import MAX_LINE, Scrubbed
+from tectum.serving.bodies import decode_encode_body
+from tectum.serving.guard import BodyBudget, Tokens, Upload
+from tectum.serving.server import tls_context
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Certificates: the server's, a client's of the right authority, and a client's of another."""
+    folder = tmp_path_factory.mktemp("papers")
+    ours, theirs = trustme.CA(), trustme.CA()
+    found = {"ca": folder / "ca.pem"}
+    ours.cert_pem.write_to_path(str(found["ca"]))
+    server = ours.issue_cert("127.0.0.1", "localhost")
+    for name, cert in (
+        ("server", server),
+        ("friend", ours.issue_cert("friend@example.org")),
+        ("stranger", theirs.issue_cert("s@example.org")),
+    ):
+        found[name], found[f"{name}-key"] = folder / f"{name}.pem", folder / f"{name}.key"
+        cert.private_key_pem.write_to_path(str(found[f"{name}-key"]))
+        for number, pem in enumerate(cert.cert_chain_pems):
+            pem.write_to_path(str(found[name]), append=number > 0)
+    return found
+
+
+def trusting(papers: dict[str, Path], client: str | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(papers["ca"]))
+    if client is not None:
+        context.load_cert_chain(papers[client], papers[f"{client}-key"])
+    return context
+
+
+# --- TLS ---
+
+
+def test_mutual_tls_lets_in_whoever_the_authority_knows_and_nobody_else(tiny, papers):
+    flags = ["--tls-cert", papers["server"], "--tls-key", papers["server-key"], "--tls-client-ca", papers["ca"]]
+    with EncoderProcess(tiny, "--forward-threads", "1", *map(str, flags)) as process:
+        assert process.url.startswith("https://127.0.0.1:")
+        answer = httpx2.get(f"{process.url}/v1/models", verify=trusting(papers, "friend"), trust_env=False)
+        assert answer.json()["data"][0]["family"] == "qwen2_5_vl"
+        for client in (None, "stranger"):
+            with pytest.raises((httpx2.TransportError, ssl.SSLError)):
+                httpx2.get(f"{process.url}/health/live", verify=trusting(papers, client), trust_env=False)
+        port = int(process.url.rsplit(":", 1)[1])
+        with socket.create_connection(("127.0.0.1", port), 10) as plain:
+            plain.sendall(b"GET /health/live HTTP/1.1\r\nHost: h\r\n\r\n")
+            plain.settimeout(10)
+            try:
+                assert b"live" not in plain.recv(4096)
+            except ConnectionError:
+                pass  # reset is an answer, too
+        old = trusting(papers, "friend")
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
+        with pytest.raises((httpx2.TransportError, ssl.SSLError)):
+            httpx2.get(f"{process.url}/health/live", verify=old, trust_env=False)
+        assert (
+            httpx2.get(f"{process.url}/health/live", verify=trusting(papers, "friend"), trust_env=False).status_code
+            == 200
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"host": "0.0.0.0"}, "give --token-file"),
+        ({"host": "::"}, "give --token-file"),
+        ({"host": "example.org"}, "give --token-file"),
+        ({"tls_cert": "server"}, "go together"),
+        ({"tls_key": "server-key"}, "go together"),
+        ({"tls_client_ca": "ca"}, "no effect"),
+        ({"host": "0.0.0.0", "tls_cert": "server", "tls_key": "server-key"}, "give --token-file"),
+        ({"max_bodies_bytes": 1024}, "could never be taken"),
+    ],
+)
+def test_doors_that_would_stand_open_are_refused_at_start_up(papers, given, words):
+    with pytest.raises(StartupError, match=words) as caught:
+        Settings.load(
+            **{name: papers.get(value, value) if isinstance(value, str) else value for name, value in given.items()}
+        )
+    assert caught.value.code == "invalid_settings"
+
+
+def test_a_token_or_mutual_tls_opens_the_door_to_other_hosts(papers):
+    tls = {"tls_cert": papers["server"], "tls_key": papers["server-key"]}
+    assert Settings.load(host="0.0.0.0", **tls, tls_client_ca=papers["ca"]).host == "0.0.0.0"
+    assert Settings.load(host="::", token_file=papers["ca"]).host == "::"
+    context = tls_context(Settings(**tls, tls_client_ca=papers["ca"]))
+    assert context is not None
+    assert context.verify_mode is ssl.CERT_REQUIRED
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_2
+    assert tls_context(Settings()) is None
+
+
+def test_papers_that_cannot_be_used_are_named(papers, tmp_path):
+    nonsense = tmp_path / "nonsense.pem"
+    nonsense.write_text("nothing")
+    cases = [
+        ({"tls_cert": nonsense, "tls_key": papers["server-key"]}, "tls_cert, tls_key"),
+        ({"tls_cert": papers["server"], "tls_key": papers["friend-key"]}, "tls_cert, tls_key"),
+        ({"tls_cert": papers["server"], "tls_key": tmp_path / "missing"}, "tls_cert, tls_key"),
+        ({"tls_cert": papers["server"], "tls_key": papers["server-key"], "tls_client_ca": nonsense}, "tls_client_ca"),
+    ]
+    for given, words in cases:
+        with pytest.raises(StartupError, match=words):
+            tls_context(Settings(**given))
+
+
+# --- tokens ---
+
+
+def test_tokens_rotate_by_changing_their_file(tmp_path, caplog):
+    file = tmp_path / "tokens"
+    file.write_text("old\n")
+    tokens = Tokens(file)
+
+    def replace(text: str) -> None:
+        fresh = tmp_path / "fresh"
+        fresh.write_text(text)
+        os.replace(fresh, file)  # another inode: seen however coarse the clock of the file system is
+
+    def valid() -> list[str]:
+        return [name for name in ("old", "new", "", "other") if tokens.accept(f"Bearer {name}".encode())]
+
+    assert valid() == ["old"]
+    replace("old\n\n  new \n")
+    assert valid() == ["old", "new"], "both, while callers change over"
+    replace("new\n")
+    assert valid() == ["new"]
+    file.unlink()
+    assert valid() == ["new"], "a file that is gone takes nobody's token away"
+    with caplog.at_level(logging.WARNING, "tectum.http"):
+        replace("\n")
+        assert valid() == ["new"]
+        file.write_bytes(b"\xff\xfe")
+        assert valid() == ["new"]
+    assert len(caplog.records) == 2
+    assert not any("new" in record.getMessage() for record in caplog.records)
+
+
+def test_a_token_file_without_a_token_is_refused_at_start_up(tmp_path):
+    empty = tmp_path / "empty"
+    empty.write_text("\n \n")
+    for path in (empty, tmp_path / "missing", tmp_path):
+        with pytest.raises(StartupError, match="token_file"):
+            Tokens(path)
+
+
+def test_a_live_server_takes_the_new_token_and_then_refuses_the_old_one(tiny, tmp_path):
+    file = tmp_path / "tokens"
+    file.write_text("one\n")
+    with EncoderProcess(tiny, "--forward-threads", "1", "--host", "::1", "--token-file", str(file)) as process:
+        assert process.url.startswith("http://[::1]:")
+
+        def ask(token: str) -> int:
+            headers = {"authorization": f"Bearer {token}"}
+            return httpx2.get(f"{process.url}/v1/models", headers=headers, trust_env=False).status_code
+
+        assert (ask("one"), ask("two")) == (200, 401)
+        file.write_text("two\nthree\n")
+        assert (ask("one"), ask("two"), ask("three")) == (401, 200, 200)
+
+
+# --- bodies ---
+
+
+def upload(messages, settings: Settings, budget: BodyBudget):
+    """An upload of these messages; after the last one nothing comes."""
+    left = list(messages)
+    sent = []
+
+    async def receive():
+        if not left:
+            await asyncio.Event().wait()
+        return left.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    return Upload(True, receive, send, budget, settings), sent
+
+
+def piece(size: int, more: bool = True) -> dict[str, object]:
+    return {"type": "http.request", "body": bytes(size), "more_body": more}
+
+
+def test_every_byte_of_a_body_is_booked_and_given_back():
+    refusals: list[TectumError] = []
+    budget = BodyBudget(5000, refusals.append)
+    settings = Settings(max_body_bytes=4000, max_bodies_bytes=5000)
+
+    async def main() -> None:
+        first, _ = upload([piece(2000), piece(1500, False)], settings, budget)
+        with first:
+            await first.receive()
+            assert budget.held == 2000
+            await first.receive()
+            assert budget.held == 3500
+            second, _ = upload([piece(1000), piece(1000)], settings, budget)
+            with second:
+                await second.receive()
+                with pytest.raises(UnavailableError) as full:
+                    await second.receive()
+                assert (full.value.code, full.value.retry_after) == ("overloaded", 1.0)
+            assert budget.held == 3500
+        third, _ = upload([piece(4001)], settings, budget)
+        with third:
+            with pytest.raises(BadRequestError) as large:
+                await third.receive()
+            assert large.value.code == "body_too_large"
+
+    asyncio.run(main())
+    assert budget.held == 0
+    assert [error.code for error in refusals] == ["overloaded", "body_too_large"]
+
+
+def test_a_body_must_keep_up_its_rate_and_what_it_sent_earns_it_time():
+    budget = BodyBudget(1 << 20, lambda error: None)
+    settings = Settings(body_grace=0.05, min_body_rate=10_000)
+
+    async def main() -> float:
+        made, _ = upload([piece(2000)], settings, budget)
+        loop = asyncio.get_running_loop()
+        with made:
+            await made.receive()
+            started = loop.time()
+            with pytest.raises(BadRequestError) as late:
+                await made.receive()
+            assert (late.value.status, late.value.code) == (408, "request_timeout")
+            return loop.time() - started
+
+    assert 0.15 < asyncio.run(main()) < 2  # 0.05 s, and 0.2 s for the 2000 bytes
+
+
+def test_an_answer_before_the_end_of_the_body_closes_the_connection_after_reading_on_for_a_while():
+    async def main() -> list[dict[str, object]]:
+        made, sent = upload([piece(10), piece(10, False)], Settings(), BodyBudget(1 << 20, lambda error: None))
+        await made.send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"2")]})
+        await made.send({"type": "http.response.body", "body": b"no"})
+        return sent
+
+    start, body, last = asyncio.run(main())
+    assert (b"connection", b"close") in start["headers"]
+    assert (body["body"], body["more_body"]) == (b"no", True)
+    assert (last["body"], last["more_body"]) == (b"", False)
+
+
+# --- JSON ---
+
+ITEM = '{"type":"image","data":"AAAA"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "item"),
+    [
+        ('{"items":[ITEM,{"type":"image"}]}', "items.1: exactly one of url, data and file must be given", 1),
+        ('{"items":[{"type":"image","data":3}]}', "items.0.data: Expected `str | null`, got `int`", 0),
+        ('{"items":[{"type":"<media>","data":"A"}]}', "items.0.type: not one of those that are known", 0),
+        ('{"items":[ITEM],"KEY":1}', f"body: there is no field `{'k' * 40}`", None),
+        ('{"items":[ITEM],"delivery":{"mode":"x"}}', "delivery.mode: not one of those that are known", None),
+        ('{"items":[ITEM],"part_idx":1}', "body: part_idx must be below num_parts", None),
+        ('{"items":[ITEM],"num_parts":0}', "num_parts: Expected `int` >= 1", None),
+        (
+            '{"items":[ITEM],"options":{"a":[]}}',
+            "options: Expected `bool | int | float | str | null`, got `array`",
+            None,
+        ),
+        ('{"items":[ITEM]', "The body is not valid JSON in UTF-8", None),
+    ],
+)
+def test_what_is_wrong_with_a_body_is_said_without_its_values(text, said, item):
+    with pytest.raises(BadRequestError) as caught:
+        decode_encode_body(text.replace("ITEM", ITEM).replace("KEY", "k" * 90), Settings())
+    assert (caught.value.message, caught.value.item) == (said, item)
+
+
+def test_json_that_could_not_be_an_encode_request_is_not_decoded():
+    settings = Settings(max_items=1)
+    dense = '{"items":[' + ",".join([ITEM] * 300) + "]}"
+    with pytest.raises(BadRequestError) as caught:
+        decode_encode_body(dense, settings)
+    assert caught.value.code == "request_too_large"
+    assert len(decode_encode_body(dense, Settings(max_items=64)).items) == 300  # `to_request` counts them
+
+
+# --- logs ---
+
+
+def logged(message: str, *arguments: object, error: Exception | None = None) -> str:
+    info = None if error is None else (type(error), error, error.__traceback__)
+    return Scrubbed("%(levelname)s %(message)s").format(
+        logging.LogRecord("x", logging.ERROR, __file__, 1, message, arguments, info)
+    )
+
+
+def test_a_log_line_holds_no_media_no_secrets_and_no_second_line():
+    line = logged("fetching %s\nERROR forged %s", "https://u:p@h/a?sig=abc", "data:image/png;base64," + "QUJD" * 1000)
+    assert line == "ERROR fetching https://h/a?… ERROR forged data:…"
+    assert len(logged("%s", "a b " * 10_000)) < MAX_LINE + 20
+
+
+def test_a_traceback_keeps_where_and_loses_what():
+    def fail() -> None:
+        raise ValueError("cannot read " + "QUJD" * 100 + " at <object at 0x7f00deadbeef>")
+
+    try:
+        fail()
+    except ValueError as error:
+        text = logged("a defect", error=error)
+    assert "test_doors.fail:" in text
+    assert text.endswith("ValueError: cannot read QUJDQUJDQUJDQUJD… at <object at 0x…>")
+    assert str(Path(__file__).parent) not in text
+
+
+def test_a_tls_handshake_that_never_ends_is_cut(tiny, papers):
+    flags = ["--tls-cert", papers["server"], "--tls-key", papers["server-key"], "--head-timeout", "1"]
+    with EncoderProcess(tiny, "--forward-threads", "1", *map(str, flags)) as process:
+        with socket.create_connection(("127.0.0.1", int(process.url.rsplit(":", 1)[1])), 10) as silent:
+            silent.settimeout(10)  # uvicorn's own limit is a minute
+            assert silent.recv(1) == b""
+        assert httpx2.get(f"{process.url}/health/live", verify=trusting(papers), trust_env=False).status_code == 200
