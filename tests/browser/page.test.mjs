@@ -150,6 +150,45 @@ test("a dropped picture is encoded; norms and similarities are those that Python
   assert.deepEqual(page.faults, []);
 });
 
+// A clip of a red second and a blue second, and what Python gets for it.
+const CLIP = `
+import json, sys, av, numpy
+from tectum import Client
+with av.open(sys.argv[2], "w") as file:
+    stream = file.add_stream("libvpx", rate=4)
+    stream.width, stream.height, stream.pix_fmt = 140, 112, "yuv420p"
+    for number in range(8):
+        picture = numpy.zeros((112, 140, 3), numpy.uint8)
+        picture[:, :, 0 if number < 4 else 2] = 220
+        for packet in stream.encode(av.VideoFrame.from_ndarray(picture)):
+            file.mux(packet)
+    for packet in stream.encode():
+        file.mux(packet)
+with Client(sys.argv[1]) as client:
+    embedding = client.encode([open(sys.argv[2], "rb").read()], modality="video")
+print(json.dumps({"grid": embedding.grid_thw[0], "rows": len(embedding.rows)}))`;
+
+test("a clip shows its frames, and the rows of each", LIMIT, async (context) => {
+  const { folder, remove } = temporary();
+  context.after(remove);
+  const clip = join(folder, "clip.webm");
+  const found = JSON.parse(execFileSync(PYTHON, ["-c", CLIP, server.url, clip], { cwd: ROOT }));
+  assert.ok(found.grid[0] > 1, "the clip has several steps");
+  const page = await open(context, { view: "try" });
+  await page.locator("#file").setInputFiles(clip);
+  await page.locator("#result").waitFor();
+  assert.match(await page.locator("#facts").textContent(), new RegExp(`${found.grid[0]} steps of .*${found.rows} of 192`));
+  const middle = () =>
+    page.locator("#seen").evaluate((canvas) => [...canvas.getContext("2d").getImageData(canvas.width / 2 + 5, canvas.height / 2 + 5, 1, 1).data]);
+  const [red, , blue] = await middle();
+  assert.ok(red > 150 && blue < 100, "the first frame is red");
+  await page.locator("#frame").fill(String(found.grid[0] - 1));
+  const last = await middle();
+  assert.ok(last[2] > 150 && last[0] < 100, "the last frame is blue");
+  assert.match(await page.locator("#frame-name").textContent(), new RegExp(`${found.grid[0]} of ${found.grid[0]}`));
+  assert.deepEqual(page.faults, []);
+});
+
 test("a file that is no picture is refused in words, with a way to the catalogue", LIMIT, async (context) => {
   const page = await open(context, { view: "try" });
   await page.locator("#file").setInputFiles({ name: "x.png", mimeType: "image/png", buffer: Buffer.from("no picture at all") });
