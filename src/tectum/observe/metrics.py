@@ -6,7 +6,7 @@ Names follow vLLM and SGLang where they have one for the same thing (`…_queue_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -90,6 +90,10 @@ class Metrics(Watcher):
         """Have the bytes of request bodies read whenever somebody scrapes."""
         text = "Bytes of request bodies that are held."
         Gauge("encoder_body_bytes", text, registry=self.registry).set_function(lambda: budget.held)
+
+    def watch_pages(self, count: Callable[[], int]) -> None:
+        """Have the number of open live pages read whenever somebody scrapes."""
+        Gauge("encoder_live_pages", "Live pages that are open.", registry=self.registry).set_function(count)
 
     # --- what the doors tell ---
 

@@ -126,6 +126,7 @@ class Job:
     staged: Staged | None = None
     prepared_at: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
+    destinations: list[str] = field(default_factory=list)  # addresses that a send was begun to
 
     @property
     def modality(self) -> Modality:
@@ -530,7 +531,9 @@ class Pipeline:
             future.set_exception(effect.error)
 
     def _on_start_send(self, effect: StartSend) -> None:
-        self._spawn(self.send_to_destination(self._jobs[effect.life], _destination(effect.address)))
+        job, destination = self._jobs[effect.life], _destination(effect.address)
+        job.destinations.append(destination.address)
+        self._spawn(self.send_to_destination(job, destination))
 
     def _on_notify(self, effect: Notify) -> None:
         self._spawn(self._tell(effect.req_id, _destination(effect.address), effect.error))

@@ -15,7 +15,7 @@ from tectum.errors import TectumError
 from tectum.observe import trace
 from tectum.observe.metrics import Metrics
 from tectum.pipeline.pipeline import Pipeline
-from tectum.serving import native, problems, sglang
+from tectum.serving import dashboard, native, problems, sglang
 from tectum.serving.bodies import openapi_schemas
 from tectum.serving.guard import BodyBudget, Guard, Tokens, TraceCaller
 from tectum.serving.health import Health
@@ -23,10 +23,17 @@ from tectum.workers.pool import WorkerPool
 
 
 def create_app(
-    pipeline: Pipeline, pool: WorkerPool, settings: Settings, metrics: Metrics, doors: sglang.Doors, health: Health
+    pipeline: Pipeline,
+    pool: WorkerPool,
+    settings: Settings,
+    metrics: Metrics,
+    doors: sglang.Doors,
+    health: Health,
+    recent: dashboard.Recent | None = None,
 ) -> FastAPI:
     """The ASGI application, on a pipeline and the encoders that work for it. `doors` are SGLang's.
 
+    recent: the observer whose outcomes the live page shows; without it there is no page.
     Raises StartupError when the token file cannot be read.
     """
     app = FastAPI(
@@ -47,6 +54,10 @@ def create_app(
     budget = BodyBudget(settings.max_bodies_bytes, metrics.refused)
     metrics.watch_bodies(budget)
     tokens = None if settings.token_file is None else Tokens(settings.token_file)
+    if recent is not None:
+        page = dashboard.Dashboard(pipeline, pool, settings, recent)
+        app.include_router(dashboard.router(page, tokens))
+        metrics.watch_pages(lambda: page.open_pages)
     if trace.wanted(settings.trace_endpoint):
         app.add_middleware(TraceCaller)
     app.add_middleware(Guard, settings=settings, tokens=tokens, budget=budget, hung_up=metrics.hung_up, refuse=_refusal)

@@ -27,9 +27,10 @@ from tectum.serving.presence import CallerGoneError
 
 log = logging.getLogger("tectum.http")
 
-#: paths that answer without a token: probes need no secret, and an error's page is the same for everybody
-OPEN_PATHS = frozenset({"/health", "/health_generate", "/health/live", "/health/ready", "/health/progress"})
-OPEN_PREFIXES = ("/errors/", "/api/errors/")
+#: paths that answer without a token: probes need no secret, and an error's page and the live page's files are the same
+#: for everybody (`/` answers 401 with the page, which asks for the token)
+OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/health/live", "/health/ready", "/health/progress"})
+OPEN_PREFIXES = ("/errors/", "/api/errors/", "/dashboard/static/")
 #: seconds that the rest of a refused body is read and dropped, so that its sender gets to read why
 LINGER = 2.0
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})

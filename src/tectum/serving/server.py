@@ -36,6 +36,7 @@ from tectum.pipeline.service import running_pipeline
 from tectum.pipeline.stages import Stages
 from tectum.serving.app import create_app
 from tectum.serving.connection import Connection, ConnectionLimits
+from tectum.serving.dashboard import Recent
 from tectum.serving.discovery import announced, bootstrap_urls
 from tectum.serving.guard import Tokens
 from tectum.serving.health import Health
@@ -147,10 +148,13 @@ async def _serve(
             pool = WorkerPool(model, settings, tell)
             stages = await open_.enter_async_context(Stages(pool, settings, sending))
         _say_loaded(pool, console)
+        recent = Recent() if settings.dashboard else None
+        if recent is not None:
+            observers.append(recent)
         pipeline = await open_.enter_async_context(running_pipeline(stages, settings, observers))
         metrics.watch(pipeline.ledger, pool)
         health, doors = Health(pipeline, pool, settings), Doors(pipeline, sending, settings)
-        app = create_app(pipeline, pool, settings, metrics, doors, health)
+        app = create_app(pipeline, pool, settings, metrics, doors, health, recent)
         if settings.grpc_port is not None:
             grpc_port = await open_.enter_async_context(_import_grpc_door()(doors, health, settings))
             console.print(
