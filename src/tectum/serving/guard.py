@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tectum.config import Settings, is_loopback
 from tectum.errors import BadRequestError, StartupError, TectumError, UnavailableError
+from tectum.observe import trace
 from tectum.serving.connection import ABORT
 from tectum.serving.presence import CallerGoneError
 
@@ -266,3 +267,17 @@ def _from_another_site(headers: dict[bytes, bytes]) -> bool:
 
 def _nothing() -> None:
     pass
+
+
+class TraceCaller:
+    """Notes the trace that a call belongs to (its `traceparent`), for whoever makes spans while it is served."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._names = {name.encode(): name for name in trace.HEADERS}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            found = {self._names[key]: value.decode("latin-1") for key, value in scope["headers"] if key in self._names}
+            trace.caller.set(found)  # a call is served in a context of its own
+        await self.app(scope, receive, send)

@@ -25,12 +25,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from starlette.types import ASGIApp
 
+import tectum
 from tectum.config import Settings
 from tectum.delivery.base import Deliveries, deliveries
 from tectum.errors import StartupError
-from tectum.observe import logs
+from tectum.observe import logs, trace
 from tectum.observe.metrics import Metrics
-from tectum.pipeline.pipeline import Pipeline
+from tectum.pipeline.pipeline import Observer, Pipeline
 from tectum.pipeline.service import running_pipeline
 from tectum.pipeline.stages import Stages
 from tectum.serving.app import create_app
@@ -55,7 +56,7 @@ def serve(model: str, settings: Settings, console: Console | None = None) -> int
     `missing_dependency`.
     """
     console = console or Console(stderr=True)
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     tls = tls_context(settings)
     if settings.token_file is not None:
         Tokens(settings.token_file)  # a mistake shows before minutes of loading
@@ -135,13 +136,17 @@ async def _serve(
     console: Console,
 ) -> int:
     metrics = Metrics()
+    observers: list[Observer] = [metrics, logs.RequestLog()]
     async with AsyncExitStack() as open_:
         await open_.enter_async_context(sending)
+        if trace.wanted(settings.trace_endpoint):
+            tracing = trace.Tracing(trace.exporting(settings.trace_endpoint, tectum.__version__))
+            open_.callback(tracing.close)
+            observers.append(tracing)
         with _loading(model, settings, console) as tell:
             pool = WorkerPool(model, settings, tell)
             stages = await open_.enter_async_context(Stages(pool, settings, sending))
         _say_loaded(pool, console)
-        observers = (metrics, logs.RequestLog())
         pipeline = await open_.enter_async_context(running_pipeline(stages, settings, observers))
         metrics.watch(pipeline.ledger, pool)
         health, doors = Health(pipeline, pool, settings), Doors(pipeline, sending, settings)
@@ -244,11 +249,11 @@ def _loading(model: str, settings: Settings, console: Console) -> Iterator[Calla
     """A progress bar for each encoder process, on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks = [bar.add_task(f"{number}: starting {model}", total=1.0) for number in range(settings.workers)]
+        tasks = [bar.add_task(f"{number}: starting {model}", total=1.0) for number in range(settings.lanes)]
         yield lambda lane, what, fraction: bar.update(tasks[lane], description=f"{lane}: {what}", completed=fraction)
 
 
 def _say_loaded(pool: WorkerPool, console: Console) -> None:
-    card, many = pool.card, f" in {pool.lanes} processes" if pool.lanes > 1 else ""
+    card, many = pool.card, f" in {pool.up} processes" if pool.up > 1 else ""
     size = f"{card['encoder_bytes'] / 1e6:.1f} MB of {card['dtype']} on {card['device']}{many}"
     console.print(f"loaded {card['family']} encoder: {size}", highlight=False)
