@@ -109,6 +109,13 @@ class Settings(BaseSettings):
         le=1 << 44,
         description="Most bytes of rows held for receivers; more are refused with 503.",
     )
+    cache_bytes: int = Field(
+        0,
+        ge=0,
+        le=1 << 44,
+        description="Most bytes of rows kept by content after delivery, so that the same media need no forward again; "
+        "0 keeps none: rows of people's pictures then outlive no request.",
+    )
     max_items: int = Field(64, ge=1, le=10_000, description="Most items in one request.")
 
     # media

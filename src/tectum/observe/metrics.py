@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from tectum.errors import TectumError
 
@@ -40,6 +43,33 @@ class _Job(Protocol):
     def prepared(self) -> _Prepared | None: ...
     @property
     def seconds(self) -> dict[str, float]: ...
+
+
+class _Cache(Protocol):
+    nbytes: int
+
+
+class _Reuse(Protocol):
+    @property
+    def hits(self) -> int: ...
+    @property
+    def misses(self) -> int: ...
+    @property
+    def cache(self) -> _Cache: ...
+
+
+class _ReuseCollector(Collector):
+    """Counters that are kept elsewhere."""
+
+    def __init__(self, reuse: _Reuse) -> None:
+        self._reuse = reuse
+
+    def collect(self) -> Iterator[Metric]:
+        hits = "Requests whose rows were known by content, or encoded for another at that moment."
+        yield CounterMetricFamily("encoder_cache_hits", hits, value=self._reuse.hits)
+        misses = "Requests with a content key that needed a forward."
+        yield CounterMetricFamily("encoder_cache_misses", misses, value=self._reuse.misses)
+        yield GaugeMetricFamily("encoder_cache_bytes", "Bytes of rows kept by content.", self._reuse.cache.nbytes)
 
 
 class Metrics:
@@ -81,6 +111,10 @@ class Metrics:
             ("encoder_worker_restarts", "Encoder processes that were started again.", lambda: encoders.restarts),
         ):
             Gauge(name, text, registry=self.registry).set_function(read)
+
+    def watch_reuse(self, reuse: _Reuse) -> None:
+        """Requests answered without a forward, those that led one, and what is kept, read when somebody scrapes."""
+        self.registry.register(_ReuseCollector(reuse))
 
     def ended(self, job: _Job, reason: str, error: TectumError | None, seconds: float) -> None:
         """One request's outcome is decided."""

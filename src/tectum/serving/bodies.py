@@ -57,6 +57,8 @@ class EncodeBody(BaseModel):
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Processor options, such as max_pixels.")
     delivery: DeliveryBody = Field(default_factory=DeliveryBody)
+    tenant: str = Field("", max_length=256, description="On whose behalf; rows are never shared between tenants.")
+    content_keys: bool = Field(False, description="Whether the metadata names the content of each item by its key.")
 
     @model_validator(mode="after")
     def _part_in_range(self) -> EncodeBody:
@@ -81,6 +83,8 @@ class EncodeBody(BaseModel):
             deadline_ms=self.deadline_ms,
             options=self.options,
             delivery=self.delivery.mode,
+            tenant=self.tenant,
+            content_keys=self.content_keys,
         )
 
 

@@ -80,6 +80,7 @@ async def _serve(model: str, settings: Settings, listener: socket.socket, consol
         observers = (metrics, logs.RequestLog())
         pipeline = await open_.enter_async_context(running_pipeline(stages, settings, observers))
         metrics.watch(pipeline.ledger, pool)
+        metrics.watch_reuse(stages.reuse)
         app = create_app(pipeline, pool, settings, metrics)
         server = _Server(
             uvicorn.Config(

@@ -57,6 +57,7 @@ class WorkerPool:
         self.fuses = False
         self.on_lane_lost: Callable[[int], None] = _nothing
         self.card: dict[str, Any] = {}
+        self.revision = ""
         self.restarts = 0
         self._model = model
         self._settings = settings
@@ -81,6 +82,7 @@ class WorkerPool:
             await self.stop()
             raise
         self.fuses = fuses(self._settings, self.card["device"])
+        self.revision = self.card["revision"]
         self._keepers = [asyncio.ensure_future(self._keep_up(lane)) for lane in self._lanes]
 
     async def stop(self) -> None:

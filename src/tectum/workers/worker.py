@@ -207,6 +207,8 @@ def _load(line: Line, start: messages.Start, settings: Settings) -> Any:
 
 def card(adapter: Any) -> dict[str, Any]:
     """The entry of `/v1/models`, in OpenAI's form, with what a receiver has to know."""
+    from tectum.models.revision import encoder_revision
+
     return {
         "id": adapter.model_id,
         "object": "model",
@@ -219,6 +221,7 @@ def card(adapter: Any) -> dict[str, Any]:
         "dtype": adapter.dtype,
         "device": str(adapter.device),
         "encoder_bytes": adapter.encoder_bytes,
+        "revision": encoder_revision(adapter),
     }
 
 
