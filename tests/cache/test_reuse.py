@@ -56,6 +56,12 @@ class Counted(LocalEncoder):
         return await super().forward(batch, leases)
 
 
+async def until(condition) -> None:
+    """Let the other tasks run until something holds."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
 def run(adapter, test, **settings):
     async def main():
         given = Settings.load(forward_threads=1, **settings)
@@ -105,12 +111,10 @@ def test_the_same_picture_while_the_first_is_encoded_runs_one_forward(adapter):
     async def test(rows, encoder, stages, pipeline):
         encoder.gate.clear()
         first = asyncio.ensure_future(rows("a", png(), content_keys=True))
-        while not encoder.forwards:
-            await asyncio.sleep(0)
+        await until(lambda: encoder.forwards)
         others = [asyncio.ensure_future(rows(f"b{i}", png(), content_keys=True)) for i in range(3)]
         flight = next(iter(stages.reuse.flights._flights.values()))
-        while flight.followers < 3:
-            await asyncio.sleep(0)
+        await until(lambda: flight.followers == 3)
         encoder.gate.set()
         found = await asyncio.gather(first, *others)
         assert encoder.forwards == 1
@@ -126,12 +130,10 @@ def test_a_leader_that_ends_without_rows_lets_the_next_one_lead(adapter, end):
         encoder.gate.clear()
         encoder.fails = int(end == "failed")
         first = asyncio.ensure_future(rows("a", png()))
-        while not encoder.forwards:
-            await asyncio.sleep(0)
+        await until(lambda: encoder.forwards)
         second = asyncio.ensure_future(rows("b", png()))
         flight = next(iter(stages.reuse.flights._flights.values()))
-        while not flight.followers:
-            await asyncio.sleep(0)
+        await until(lambda: flight.followers)
         if end == "cancelled":
             first.cancel()
         elif end == "released":
@@ -190,8 +192,7 @@ def test_a_hit_does_not_wait_behind_forwards(adapter):
         first = await rows("a", png())
         encoder.gate.clear()
         busy = asyncio.ensure_future(rows("b", png(1)))
-        while encoder.forwards < 2:
-            await asyncio.sleep(0)
+        await until(lambda: encoder.forwards == 2)
         async with asyncio.timeout(10):
             assert torch.equal((await rows("c", png())).rows, first.rows)
         assert not busy.done()

@@ -133,7 +133,7 @@ def test_a_trickle_ends_at_the_deadline(pull):
                 return
 
     with Peer(trickle) as peer:
-        with pytest.raises(UnavailableError, match="within 0.3 s"):
+        with pytest.raises(UnavailableError, match=r"within 0\.3 s"):
             pull(peer.url, "r", timeout=0.3)
         stop.set()
 

@@ -174,7 +174,8 @@ class TectumConnector(ECConnectorBase):
         self._worker.load(metadata, encoder_cache)
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
-        """What vLLM encoded itself stays with it."""
+        """vLLM encoded an item itself: its rows stay with it, and it is said."""
+        self._worker.count_local_encode()
 
     def build_connector_worker_meta(self) -> ECConnectorWorkerMetadata | None:
         return self._worker.take_loaded()
@@ -263,6 +264,7 @@ class WorkerSide:
     """Copies rows into vLLM's encoder cache, on the worker's device."""
 
     def __init__(self) -> None:
+        self.local_encodes = 0
         self._maps: dict[str, mmap.mmap] = {}
         self._loaded: list[str] = []
 
@@ -271,6 +273,10 @@ class WorkerSide:
             if load.key not in encoder_cache:
                 encoder_cache[load.key] = self._rows(load, metadata.memory)
             self._loaded.append(load.key)
+
+    def count_local_encode(self) -> None:
+        self.local_encodes += 1
+        log.warning("vLLM encoded %d item(s) itself so far", self.local_encodes)
 
     def take_loaded(self) -> TectumLoaded | None:
         keys, self._loaded = self._loaded, []
