@@ -28,6 +28,10 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address to listen on. Anything but loopback needs --token-file.")
     port: int = Field(30100, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one and prints it.")
     token_file: Path | None = Field(None, description="File whose first line is the bearer token callers must send.")
+    local_socket: Path | None = Field(
+        None,
+        description="Unix socket at which receivers on this host, of this user, read staged rows in place; none without.",
+    )
     max_body_bytes: int = Field(
         64 * MIB, ge=1024, le=4096 * MIB, description="Largest request body (bytes); more is refused with 413."
     )

@@ -29,6 +29,7 @@ from tectum.pipeline.pipeline import Pipeline
 from tectum.pipeline.service import running_pipeline
 from tectum.pipeline.stages import Stages
 from tectum.serving.app import create_app
+from tectum.serving.local import local_door
 from tectum.workers.pool import WorkerPool
 
 log = logging.getLogger("tectum.server")
@@ -79,6 +80,9 @@ async def _serve(model: str, settings: Settings, listener: socket.socket, consol
         _say_loaded(pool, console)
         observers = (metrics, logs.RequestLog())
         pipeline = await open_.enter_async_context(running_pipeline(stages, settings, observers))
+        if settings.local_socket is not None:
+            door = local_door(pipeline, stages.pool.fd, settings.local_socket, settings.send_timeout)
+            await open_.enter_async_context(door)
         metrics.watch(pipeline.ledger, pool)
         metrics.watch_reuse(stages.reuse)
         app = create_app(pipeline, pool, settings, metrics)
