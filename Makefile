@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
+VLLM := .venv-vllm
 
 # few threads that sleep when idle: the machine may be small, and busy waiting would slow everything else down
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench sim clean
+.PHONY: help setup demo test compat-vllm lint format bench sim clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -28,6 +29,14 @@ demo: setup ## Run the main job: encode in one process, use the rows in another,
 test: setup ## Run the tests (ARGS='-k name')
 	@$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
 
+compat-vllm: setup $(VLLM)/.set-up ## Run the tests with a stock vLLM, in an environment of its own (3.4 GB)
+	@$(TEST_ENV) COMPAT_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/python -m pytest tests/compat_vllm --timeout 900 $(ARGS)
+
+$(VLLM)/.set-up: tests/compat_vllm/make-env tests/compat_vllm/constraints.txt
+	@echo "setting up $(VLLM) (about three minutes)"
+	@rm -rf $(VLLM) && tests/compat_vllm/make-env $(PYTHON) $(VLLM)
+	@touch $@
+
 lint: setup ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
@@ -44,4 +53,4 @@ sim: setup ## Simulate the lifecycle for long (ARGS='--seeds 200000')
 	@$(BIN)/python -m tests.sim --seeds 20000 $(ARGS)
 
 clean: ## Remove what the targets made
-	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	@rm -rf $(VENV) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

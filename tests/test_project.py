@@ -16,7 +16,17 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 
 @pytest.mark.parametrize(
-    "module", ["tectum", "tectum.engines.client", "tectum.engines.transformers", "tectum.delivery.wire", "tectum.cli"]
+    "module",
+    [
+        "tectum",
+        "tectum.engines.client",
+        "tectum.engines.local",
+        "tectum.engines.pull",
+        "tectum.engines.row_store",
+        "tectum.engines.transformers",
+        "tectum.delivery.wire",
+        "tectum.cli",
+    ],
 )
 def test_the_base_install_imports_nothing_heavy(module):
     heavy = "torch transformers torchvision fastapi PIL uvicorn"

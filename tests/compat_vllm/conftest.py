@@ -176,7 +176,7 @@ def engine_process(blind: Path, log: Path, port: int, encoders: Sequence[str], p
     return Process(command, log, environment, f"http://127.0.0.1:{port}/health", 400)
 
 
-@pytest.fixture(scope="module", params=models.FAMILIES)
+@pytest.fixture(scope="session", params=models.FAMILIES)
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     family = request.param
     parallel, local = VARIANTS[family]
