@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
 
 import pytest
 import torch
@@ -68,8 +69,8 @@ def test_any_damage_is_refused_or_harmless():
             assert torch.equal(found.embedding().rows, expected)
 
 
-def with_header(change) -> memoryview:
-    whole = packed()
+def with_header(change, whole: bytes | None = None) -> memoryview:
+    whole = whole or packed()
     length = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + length])
     change(header)
@@ -97,6 +98,20 @@ def test_headers_that_do_not_hold_together_are_refused(change):
     with pytest.raises(DeliveryError) as caught:
         document.read(with_header(change))
     assert caught.value.code == "invalid_rows"
+
+
+def test_tensors_that_overlap_are_refused_even_with_a_right_checksum():
+    whole = packed(layers=1)
+
+    def overlap(header):
+        header["deepstack.0"]["data_offsets"] = header["rows"]["data_offsets"]
+        rows = torch.arange(24, dtype=torch.float32).numpy().tobytes()
+        grid = b"".join(n.to_bytes(8, "little") for n in (1, 4, 2, 1, 4, 4))
+        items = b"".join(n.to_bytes(8, "little") for n in (2, 4))
+        header["__metadata__"]["crc32"] = f"{zlib.crc32(rows + grid + items + rows):08x}"
+
+    with pytest.raises(DeliveryError, match="overlap"):
+        document.read(with_header(overlap, whole))
 
 
 def test_a_header_that_claims_gigabytes_is_not_read():

@@ -213,6 +213,24 @@ def test_errors_are_the_encoders_own_and_the_connection_lives_on(serving):
     serving(test)
 
 
+def test_a_block_left_by_an_exception_gives_up_its_lease_alone(serving):
+    async def test(path, hold, pipeline, stages):
+        expected = [await hold("a"), await hold("b", 1)]
+
+        def receive():
+            with LocalReceiver(path) as receiver, receiver.pull("b") as other:
+                with pytest.raises(ZeroDivisionError), receiver.pull("a"):
+                    raise ZeroDivisionError
+                assert uses(pipeline) == 0
+                with receiver.pull("a") as again:
+                    return [read(again), read(other)]
+
+        found = await asyncio.to_thread(receive)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+    serving(test)
+
+
 def test_an_endless_line_is_hung_up_on(serving, monkeypatch):
     monkeypatch.setattr(protocol, "MAX_LINE", 1000)
 

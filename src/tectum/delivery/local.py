@@ -6,6 +6,7 @@ encoder answers, in order:
     {"pull": req_id}         → where the rows lie, what they are, and the generation of their lease; or {"problem": …}
     {"done": generation}     → {"done": generation}: the lease was good until now; or {"problem": …}: it was not, and what
                                was read since may be somebody else's
+    {"left": generation}     → {"left": generation}: not wanted any more; the rows stay held for the next pull
 
 Owns the form of these messages and the passing of the descriptor. Nothing is copied here, and nothing is unpickled.
 """

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,15 @@ class LocalReceiver:
         """The rows held under `req_id`, in place and read-only, for the length of the block. Its good end releases the request.
 
         Raises the encoder's own error at the start; at the end LifecycleError `request_released` when the lease did not
-        last (the encoder's `--send-timeout`): then throw away what was read. A block left by an exception hangs up, and
-        the rows stay held.
+        last (the encoder's `--send-timeout`): then throw away what was read. Out of a block left by an exception the rows
+        stay held.
         """
         message = self._ask({"pull": req_id})
         try:
             yield local.granted(message, memoryview(self._map))
         except BaseException:
-            self.close()
+            with suppress(TectumError):  # where the encoder is gone, so is the lease
+                self._ask({"left": message["generation"]})
             raise
         self._ask({"done": message["generation"]})
 
@@ -121,6 +122,7 @@ class HostReceiver:
         self._path = path
         self._timeout = timeout
         self._local: LocalReceiver | None = None
+        self._lock = threading.Lock()
 
     @contextmanager
     def pull(self, req_id: str) -> Iterator[Document]:
@@ -141,12 +143,13 @@ class HostReceiver:
         """The connection to the encoder's socket, made again when it broke; None where there is no encoder behind it."""
         if self._path is None:
             return None
-        if self._local is None or not self._local.connected:
-            try:
-                self._local = LocalReceiver(self._path, timeout=self._timeout)
-            except UnavailableError:
-                return None
-        return self._local
+        with self._lock:
+            if self._local is None or not self._local.connected:
+                try:
+                    self._local = LocalReceiver(self._path, timeout=self._timeout)
+                except UnavailableError:
+                    return None
+            return self._local
 
 
 def _gone(error: Exception) -> UnavailableError:

@@ -91,6 +91,8 @@ class RowStore:
         self._fetch = fetch
         self._threads = ThreadPoolExecutor(threads, "tectum-fetch")
         self._items: dict[str, _Item] = {}  # used last, last
+        self._fetching: set[str] = set()
+        self._pinned: dict[str, set[str]] = {}  # request -> keys that it pins, or did
         self._failed: set[str] = set()  # requests that cannot be served, until they are finished
         self._untold: set[str] = set()  # those of them that the engine does not know of yet
         self._local: dict[str, set[str]] = {}  # request -> keys that the engine encodes itself
@@ -105,6 +107,8 @@ class RowStore:
         self._collect()
         if request in self._failed:
             return False
+        if not wants:
+            return True
         try:
             return self._admit(request, wants)
         except TectumError as error:
@@ -135,6 +139,7 @@ class RowStore:
         if (request, index) not in item.users:
             self.counts["reused"] += item.request != request
             item.users.add((request, index))
+            self._pinned.setdefault(request, set()).add(key)
             self._items[key] = self._items.pop(key)
 
     def _start(self, request: str, missing: Sequence[Want]) -> bool:
@@ -157,7 +162,9 @@ class RowStore:
         for want, lease in zip(wanted, leases, strict=True):
             assert want.source is not None, "only what has a source is fetched"
             future = self._threads.submit(self._fetch_checked, want, want.source, lease.view())
-            self._items[want.key] = _Item(lease, future, request, want, users={(request, want.index)})
+            item = self._items[want.key] = _Item(lease, future, request, want)
+            self._fetching.add(want.key)
+            self._pin(want.key, item, request, want.index)
         return True
 
     def _leases(self, needed: Sequence[int]) -> list[Lease] | None:
@@ -213,8 +220,8 @@ class RowStore:
 
     def _collect(self) -> None:
         """Take in what the fetching threads finished."""
-        arrived = [key for key, item in self._items.items() if item.document is None and item.fetch.done()]
-        for key in arrived:
+        for key in [key for key in self._fetching if self._items[key].fetch.done()]:
+            self._fetching.discard(key)
             item = self._items[key]
             error = item.fetch.exception()
             if error is None:
@@ -283,8 +290,9 @@ class RowStore:
 
     def finished(self, request: str) -> None:
         """`request` ended, however: it pins nothing any more."""
-        for item in self._items.values():
-            if item.users:
+        for key in self._pinned.pop(request, ()):
+            item = self._items.get(key)
+            if item is not None:
                 item.users = {user for user in item.users if user[0] != request}
         self._failed.discard(request)
         self._untold.discard(request)

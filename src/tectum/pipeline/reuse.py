@@ -50,7 +50,7 @@ class Reuse:
         self, request: EncodeRequest, revision: str, prepare: Callable[[EncodeRequest], Awaitable[PreparedPart]]
     ) -> PreparedPart:
         """The part with known rows, or made by `prepare` when nobody has them. Raises as `prepare`, and for bad media."""
-        size = sum(len(item.data or item.base64 or item.url or "") for item in request.items)
+        size = sum(_weight(item) for item in request.items)
         request, keys = await self._apart(size, _keyed, request, revision, self._policy)
         key = joint_key(keys)
         entry = await self._find(key)
@@ -129,6 +129,13 @@ def _keyed(request: EncodeRequest, revision: str, policy: MediaPolicy) -> tuple[
             content_key(item.modality, media, revision=revision, options=request.options, tenant=request.tenant)
         )
     return replace(request, items=tuple(items)), tuple(keys)
+
+
+def _weight(item: MediaItem) -> int:
+    """Bytes that reading this item goes through; what lies in a file counts as large."""
+    if item.url is not None and item.url[:5].lower() == "file:":
+        return IN_THREAD + 1
+    return len(item.data or item.base64 or item.url or "")
 
 
 def _metadata_for(request: EncodeRequest, found: RequestMetadata, keys: tuple[str, ...]) -> RequestMetadata:

@@ -254,8 +254,12 @@ class Encoders:
         raise _error_of(answer)
 
     def _preferred(self, url: Raw) -> list[str]:
-        """Rendezvous hashing: a content's order of encoders moves as little as possible when one comes or goes."""
-        content = blake2b(url, digest_size=16).digest()
+        """Rendezvous hashing: a content's order of encoders moves as little as possible when one comes or goes.
+
+        Both ends and the length of its URL stand for the content: contents that share them merely share their order.
+        """
+        view = memoryview(url)
+        content = b"%d:" % len(view) + bytes(view[:4096]) + bytes(view[-4096:])
         return sorted(
             self._clients, key=lambda encoder: blake2b(content + encoder.encode(), digest_size=8).digest(), reverse=True
         )

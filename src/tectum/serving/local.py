@@ -118,7 +118,9 @@ class _Receiver:
                 return await self._pull(message["pull"])
             if isinstance(message.get("done"), int):
                 return await self._done(message["done"])
-            raise BadRequestError("invalid_request", "A message is a pull of a req_id, or a generation that is done")
+            if isinstance(message.get("left"), int):
+                return await self._left(message["left"])
+            raise BadRequestError("invalid_request", "A message is a pull of a req_id, or a generation done or left")
         except TectumError as error:
             return {"problem": error.to_problem()}
 
@@ -142,6 +144,14 @@ class _Receiver:
             granted.set_result(job.staged)
             async with asyncio.timeout(self._patience):
                 await done.wait()
+
+    async def _left(self, generation: int) -> dict[str, Any]:
+        """The receiver gave this lease up: it ends unconfirmed."""
+        if generation in self._leases:
+            _, task = self._leases.pop(generation)
+            task.cancel()
+            await asyncio.wait([task])
+        return {"left": generation}
 
     async def _done(self, generation: int) -> dict[str, Any]:
         done, task = self._leases.pop(generation, (None, None))
