@@ -152,7 +152,7 @@ def data_uri(picture: Image) -> str:
 
 def engine_process(blind: Path, log: Path, port: int, encoders: Sequence[str], parallel: int, local: bool) -> Process:
     assert PYTHON is not None
-    extra = {"urls": list(encoders), "fetch_timeout": 3, "local_encode": local, "buffer_bytes": 8 << 20}
+    extra = {"urls": list(encoders), "fetch_timeout": 10, "local_encode": local, "buffer_bytes": 8 << 20}
     transfer = {
         "ec_connector": "TectumConnector",
         "ec_connector_module_path": "tectum.engines.vllm",
