@@ -12,6 +12,7 @@ import sys
 import types
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,13 +57,20 @@ def install() -> None:
     base = "vllm.distributed.ec_transfer.ec_connector.base"
     names = base.split(".")
     for depth in range(1, len(names) + 1):
-        sys.modules.setdefault(".".join(names[:depth]), types.ModuleType(".".join(names[:depth])))
+        _put(".".join(names[:depth]))
     module: Any = sys.modules[base]
     module.ECConnectorBase, module.ECConnectorRole = _Base, _Role
     module.ECConnectorMetadata = module.ECConnectorWorkerMetadata = _Metadata
-    platforms: Any = types.ModuleType("vllm.platforms")
+    platforms: Any = _put("vllm.platforms")
     platforms.current_platform = SimpleNamespace(device_type="cpu", is_cuda_alike=lambda: False)
-    sys.modules["vllm.platforms"] = platforms
+
+
+def _put(name: str) -> Any:
+    """An empty module under `name`, with a spec: others look at it to find out what is installed."""
+    if name not in sys.modules:
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__spec__ = ModuleSpec(name, None)
+    return sys.modules[name]
 
 
 def config(width: int = 64, layers: int = 0, dtype: torch.dtype = torch.float32, **extra: Any) -> Any:
