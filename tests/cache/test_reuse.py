@@ -222,6 +222,9 @@ def test_the_revision_changes_with_any_weight_and_not_otherwise(adapter, tiny):
     assert encoder_revision(adapter) == encoder_revision(load_adapter(str(tiny), device="cpu"))
     other = load_adapter(str(tiny), device="cpu")
     with torch.no_grad():
-        next(other._tower.parameters()).view(-1)[7] += 1
+        next(other.model.parameters()).view(-1)[7] += 1
     assert encoder_revision(other) != encoder_revision(adapter)
     assert encoder_revision(load_adapter(str(tiny), device="cpu", dtype="bfloat16")) != encoder_revision(adapter)
+    sharper = load_adapter(str(tiny), device="cpu")
+    sharper.processors.image.image_mean = [0.1, 0.2, 0.3]
+    assert encoder_revision(sharper) != encoder_revision(adapter), "the processor is part of it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from hashlib import blake2b
 from importlib.metadata import version
@@ -20,11 +21,21 @@ def encoder_revision(adapter: Any) -> str:
     about = [adapter.family, adapter.dtype, adapter.device.type, torch.__version__]
     about += [f"{name} {version(name)}" for name in ("transformers", "torchvision", "pillow", "tectum")]
     digest.update(json.dumps(about).encode())
-    for name, part in sorted(vars(adapter).items()):
-        if isinstance(part, torch.nn.Module):
-            for tensor_name, tensor in sorted(part.state_dict().items()):
-                digest.update(f"{name}.{tensor_name}:{tuple(tensor.shape)}".encode())
-                digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        elif hasattr(part, "to_json_string"):  # a processor or a config of transformers
-            digest.update(f"{name}:{part.to_json_string()}".encode())
+    digest.update(_weights(adapter.model))
+    for name, part in (("config", adapter.config), *_processors(adapter.processors)):
+        digest.update(f"{name}:{part.to_json_string()}".encode())
     return digest.hexdigest()
+
+
+def _weights(model: torch.nn.Module) -> bytes:
+    digest = blake2b(digest_size=16)
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.digest()
+
+
+def _processors(processors: Any) -> list[tuple[str, Any]]:
+    """The processors of transformers that the model has, by name."""
+    found = [(field.name, getattr(processors, field.name)) for field in dataclasses.fields(processors)]
+    return [(name, part) for name, part in found if hasattr(part, "to_json_string")]

@@ -346,12 +346,9 @@ class Gateway:
     """The ASGI application; `create_app` puts the guard before it."""
 
     def __init__(self, settings: GatewaySettings) -> None:
-        encoder_token = read_token(settings.encoder_token_file)
-        engine_token = read_token(settings.engine_token_file)
-        self._encoders = Encoders(
-            settings.encoders, encoder_token.decode() if encoder_token else None, settings.encode_timeout
-        )
-        self._engine_auth = None if engine_token is None else b"Bearer " + engine_token
+        encoder_token, engine_token = _token(settings.encoder_token_file), _token(settings.engine_token_file)
+        self._encoders = Encoders(settings.encoders, encoder_token, settings.encode_timeout)
+        self._engine_auth = None if engine_token is None else f"Bearer {engine_token}".encode()
         self._engine = httpx2.AsyncClient(
             base_url=settings.engine.rstrip("/"),
             timeout=httpx2.Timeout(None, connect=5.0),
@@ -508,6 +505,10 @@ def run(settings: GatewaySettings) -> int:
         Console(stderr=True).print(f"ready on http://{bracketed(host)}:{port}", highlight=False, soft_wrap=True)
         uvicorn.Server(config).run(sockets=[listener])
     return 0
+
+
+def _token(file: Path | None) -> str | None:
+    return None if file is None else Tokens(file).first
 
 
 def _nothing(*_: object) -> None: ...

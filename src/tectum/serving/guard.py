@@ -62,6 +62,11 @@ class Tokens:
             found |= hmac.compare_digest(given, token)
         return found
 
+    @property
+    def first(self) -> str:
+        """The token to send to others, where the file is one's own."""
+        return self._tokens[0].decode()
+
     def _reload(self) -> None:
         stamp = self._look()
         if stamp is None or stamp == self._stamp:
