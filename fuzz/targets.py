@@ -25,6 +25,7 @@ from tectum.media.policy import MediaPolicy, check_address, parse_target
 from tectum.media.source import decode_base64, item_bytes
 from tectum.serving.bodies import decode_encode_body, read_encode_request
 from tectum.types import MediaItem, Modality
+from tectum.workers.messages import Frames, frame, to_prepare
 
 Target = Callable[[bytes], None]
 TARGETS: dict[str, Target] = {}
@@ -99,7 +100,7 @@ def json_body(data: bytes) -> None:
     request = decode_encode_body(data, SETTINGS).to_request({}, SETTINGS)
     assert 1 <= len(request.items) <= SETTINGS.max_items
     assert 0 <= request.part_idx < request.num_parts <= 4096
-    json.dumps(request.options)
+    Frames().feed(frame(to_prepare(1, request)))  # what passes the door passes on to an encoder process
 
 
 def drive(work: Coroutine[Any, Any, Any]) -> Any:

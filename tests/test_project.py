@@ -16,10 +16,22 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 
 @pytest.mark.parametrize(
-    "module", ["tectum", "tectum.engines.client", "tectum.engines.transformers", "tectum.delivery.wire", "tectum.cli"]
+    "module",
+    [
+        "tectum",
+        "tectum.engines.client",
+        "tectum.engines.transformers",
+        "tectum.engines.receiver",
+        "tectum.delivery.wire",
+        "tectum.delivery.base",
+        "tectum.delivery.sglang_frames",
+        "tectum.cli",
+        "tectum.bench.run",
+        "tectum.bench.generator",
+    ],
 )
 def test_the_base_install_imports_nothing_heavy(module):
-    heavy = "torch transformers torchvision fastapi PIL uvicorn"
+    heavy = "torch transformers torchvision fastapi PIL uvicorn zmq grpc mooncake"
     program = f"import sys, {module}; print([name for name in {heavy.split()} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

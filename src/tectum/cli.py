@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 import tectum
 from tectum.errors import StartupError, TectumError
@@ -71,7 +72,7 @@ def _flag(name: str, info: Any) -> inspect.Parameter:
         plain = str
     choices = f" [{'|'.join(get_args(info.annotation))}]" if get_origin(info.annotation) is Literal else ""
     inner = [kind for kind in get_args(plain) if kind is not type(None)]
-    kind = inner[0] if inner else plain
+    kind = str if str in inner else inner[0] if inner else plain
     default = (
         "" if info.default is None else f" [default: {str(info.default).lower() if kind is bool else info.default}]"
     )
@@ -107,6 +108,25 @@ def serve(
     loaded = Settings.load(config, **(settings or {}))
     run = _needs_serve("tectum.serving.server", "serve")
     raise typer.Exit(run(model, loaded))
+
+
+@app.command()
+def bootstrap(
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; anything but loopback needs --token-file.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one and prints it.")] = 8997,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File that holds the bearer token of encoders and readers.")
+    ] = None,
+    lease: Annotated[float, typer.Option(min=1, help="Seconds that an encoder is kept without a sign of life.")] = 30.0,
+    probe_interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two health probes of an encoder.")
+    ] = 5.0,
+) -> None:
+    """Keep the list of encoders, for language servers that ask for it: SGLang's three calls, with leases and health."""
+    run = _needs_serve("tectum.serving.discovery", "serve_bootstrap")
+    raise typer.Exit(run(host, port, token_file, lease, probe_interval))
 
 
 @app.command()
@@ -155,9 +175,75 @@ def encode(
 def _encode_there(url: str, files: list[str], options: dict[str, Any], token_file: Path | None, timeout: float) -> Any:
     from tectum.engines.client import Client
 
-    token = None if token_file is None else token_file.read_text().splitlines()[0].strip()
-    with Client(url, token=token, timeout=timeout) as client:
+    with Client(url, token=_token(token_file), timeout=timeout) as client:
         return client.encode(files, options=options)
+
+
+def _token(file: Path | None) -> str | None:
+    try:
+        return None if file is None else file.read_text().splitlines()[0].strip()
+    except (OSError, UnicodeDecodeError, IndexError):
+        raise StartupError("invalid_settings", f"token_file: {file} cannot be read or is empty") from None
+
+
+@app.command()
+def bench(
+    url: Annotated[str, typer.Argument(help="A running server, such as http://127.0.0.1:30100.")],
+    clients: Annotated[
+        int, typer.Option(min=1, help="Closed loop: callers that send when they have their answer.")
+    ] = 8,
+    rate: Annotated[
+        float | None, typer.Option(min=0.01, help="Open loop instead: requests a second, at random moments.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to send.")] = 10.0,
+    size: Annotated[
+        list[str] | None, typer.Option(help="WIDTHxHEIGHT of pictures, with :WEIGHT for a mix; may be given often.")
+    ] = None,
+    slow_share: Annotated[float, typer.Option(min=0, max=1, help="Share of requests by URL, to a slow server.")] = 0.0,
+    slow_seconds: Annotated[float, typer.Option(min=0, help="Seconds that the slow server takes.")] = 2.0,
+    repeat_share: Annotated[float, typer.Option(min=0, max=1, help="Share of pictures that were sent before.")] = 0.0,
+    cancel_share: Annotated[float, typer.Option(min=0, max=1, help="Share of callers that hang up early.")] = 0.0,
+    cancel_within: Annotated[float, typer.Option(min=0, help="Seconds within which those hang up.")] = 0.1,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that send.")] = 1,
+    protocol: Annotated[str, typer.Option(help="What to speak: native.")] = "native",
+    probe: Annotated[
+        float | None, typer.Option(min=0.001, help="Ask for health and releases every so many seconds, too.")
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File that holds the server's bearer token.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which an answer is given up.")] = 60.0,
+    seed: Annotated[int, typer.Option(min=0, max=10**6, help="The same seed draws the same load.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+) -> None:
+    """Put a load on a running server, from processes of its own, and say how it held.
+
+    Pictures are made here (which takes Pillow); each is different unless it repeats.
+    """
+    from tectum.bench import plan, report, run
+    from tectum.bench.protocols import PROTOCOLS
+
+    if protocol not in PROTOCOLS:
+        raise StartupError("invalid_settings", f"protocol: {protocol[:40]!r} is none of {', '.join(PROTOCOLS)}")
+    load = plan.Plan(
+        url,
+        seconds=seconds,
+        clients=clients,
+        rate=rate,
+        sizes=tuple(plan.Size.parse(text) for text in size or ["224x224"]),
+        slow_share=slow_share,
+        repeat_share=repeat_share,
+        cancel_share=cancel_share,
+        cancel_within=cancel_within,
+        protocol=protocol,
+        timeout=timeout,
+        token=_token(token_file),
+        seed=seed,
+    )
+    with report.progress(Console(stderr=True), seconds) as tell:
+        result = run.measure(load, processes=processes, slow_seconds=slow_seconds, probe=probe, tell=tell)
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        report.show(Console(), result)
 
 
 @app.command()
@@ -237,7 +323,7 @@ def main() -> None:
         if "--json" in sys.argv:
             print(json.dumps({"error": error.to_problem()}))
         where = "" if error.item is None else f" (item {error.item})"
-        text = f"{error.message}{where} \\[{error.code}]"
+        text = escape(f"{error.message}{where} [{error.code}]")
         Console(stderr=True).print(f"[bold red]error[/] {text}", highlight=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, StartupError) else 1)
 

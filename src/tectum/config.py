@@ -13,12 +13,13 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tectum.errors import StartupError
 
 MIB = 1024 * 1024
+RAY_SCHEME = "ray://"
 
 
 class Settings(BaseSettings):
@@ -66,15 +67,47 @@ class Settings(BaseSettings):
         True, description="Whether GET / shows the live page (under the token, where there is one)."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="Form of a log line: for people, or one JSON object."
+    )
+    trace_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://",
+        description="OTLP/HTTP collector that gets a trace of each request, such as http://localhost:4318; else that of "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, else none. Needs tectum[trace].",
+    )
 
     # the encoder
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Element type of weights and rows; auto takes the checkpoint's own."
     )
-    workers: int = Field(
-        1, ge=1, le=256, description="Encoder processes, each with the encoder's weights; one a device on CUDA."
+    workers: int | str = Field(
+        1,
+        description="Encoder processes, each with the encoder's weights, one a device on CUDA (1 to 256); or the Ray cluster "
+        "that runs them: ray://HOST:PORT (its Ray Client server), or ray://auto (on one of its nodes).",
     )
+    replicas: int = Field(1, ge=1, le=256, description="Encoders that Ray keeps up; only with --workers ray://….")
+    max_replicas: int = Field(
+        0, ge=0, le=256, description="Most encoders on Ray, when work queues up; 0: never more than --replicas."
+    )
+    replica_patches: int = Field(
+        65_536,
+        ge=1,
+        le=1_000_000_000,
+        description="Queued input patches for each of which one encoder on Ray is wanted.",
+    )
+    replica_timeout: float = Field(
+        300.0,
+        gt=0,
+        le=86_400,
+        description="Seconds that Ray may take to place an encoder until it connects here; loading comes after that.",
+    )
+    workers_host: str = Field(
+        "127.0.0.1",
+        description="Address of this machine that encoders on Ray connect to, and that is listened on for them.",
+    )
+    workers_port: int = Field(0, ge=0, le=65535, description="TCP port of --workers-host; 0 takes a free one.")
     prepare_threads: int = Field(
         0,
         ge=0,
@@ -148,6 +181,42 @@ class Settings(BaseSettings):
     )
     max_items: int = Field(64, ge=1, le=10_000, description="Most items in one request.")
 
+    # receivers
+    transfer_backend: Literal["none", "zmq_to_scheduler", "zmq_to_tokenizer", "mooncake"] = Field(
+        "none", description="How SGLang receives rows; opens its doors (/encode, /send, …) beside the native ones."
+    )
+    grpc_port: int | None = Field(
+        None, ge=0, le=65535, description="TCP port of SGLang's gRPC door; 0 takes a free one; none without it."
+    )
+    sglang_version: str = Field("0.5.23", description="Release of the SGLang that receives; its classes moved.")
+    mooncake_protocol: Literal["tcp", "rdma"] = Field("tcp", description="How Mooncake's transfer engine moves rows.")
+    mooncake_device: str = Field("", max_length=200, description="RDMA devices for it, comma-separated; none for tcp.")
+    mooncake_host: str | None = Field(
+        None, max_length=256, description="Address at which receivers' engines reach this one; --host without it."
+    )
+    encoder_register_urls: str = Field(
+        "", description="Bootstrap servers to register at, comma-separated (http://prefill:8997)."
+    )
+    encoder_register_token_file: Path | None = Field(
+        None, description="File whose first line is the bearer token of those servers, where they ask for one."
+    )
+    advertise_url: str | None = Field(
+        None, max_length=300, description="URL at which receivers reach this encoder; its own address without it."
+    )
+    register_interval: float = Field(
+        5.0, gt=0, le=3600, description="Seconds between two registrations: a restarted server knows it again by then."
+    )
+    receiver_networks: str = Field(
+        "",
+        description="Networks that rows may be pushed to, comma-separated (10.0.0.0/8,::1); without it all.",
+    )
+    max_receivers: int = Field(
+        128, ge=1, le=65_536, description="Most connections to receivers at once; each takes four descriptors."
+    )
+    receiver_idle: float = Field(
+        60.0, gt=0, le=86_400, description="Seconds that an idle connection to a receiver is kept."
+    )
+
     # media
     max_media_bytes: int = Field(
         32 * MIB, ge=1024, le=4096 * MIB, description="Largest encoded picture or clip (bytes), fetched or sent."
@@ -177,6 +246,50 @@ class Settings(BaseSettings):
         None, description="Folder under which file: URLs may be read; none without it."
     )
 
+    @field_validator("workers", mode="after")
+    @classmethod
+    def _number_or_cluster(cls, given: int | str) -> int | str:
+        if isinstance(given, str) and given.isascii() and given.isdigit():
+            given = int(given)  # from a flag or the environment
+        if isinstance(given, str):
+            if not given.startswith(RAY_SCHEME) or not is_cluster(given.removeprefix(RAY_SCHEME)):
+                raise ValueError("a number of processes, ray://HOST:PORT or ray://auto")
+        elif not 1 <= given <= 256:
+            raise ValueError("from 1 to 256 processes")
+        return given
+
+    @model_validator(mode="after")
+    def _fits_the_workers(self) -> Settings:
+        if self.ray_address is None:
+            for name in (
+                "replicas",
+                "max_replicas",
+                "replica_patches",
+                "replica_timeout",
+                "workers_host",
+                "workers_port",
+            ):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} is for --workers ray://… only; --workers N starts N processes here")
+            return self
+        if 0 < self.max_replicas < self.replicas:
+            raise ValueError(f"max_replicas is {self.max_replicas}, yet {self.replicas} replicas are kept up")
+        if self.device.startswith("cuda:"):
+            raise ValueError("device: Ray chooses which one an encoder gets; give cuda, cpu or auto")
+        if self.workers_host in ("", "0.0.0.0", "::", "[::]"):  # noqa: S104
+            raise ValueError("workers_host is what encoders connect to: give this machine's own address")
+        return self
+
+    @property
+    def ray_address(self) -> str | None:
+        """The Ray cluster that runs the encoders (`ray://…`), or None where they are processes of this machine."""
+        return self.workers if isinstance(self.workers, str) else None
+
+    @property
+    def lanes(self) -> int:
+        """How many encoders there are at most."""
+        return self.workers if isinstance(self.workers, int) else max(self.replicas, self.max_replicas)
+
     @model_validator(mode="after")
     def _closed_to_strangers(self) -> Settings:
         if not is_loopback(self.host) and self.token_file is None and self.tls_client_ca is None:
@@ -192,6 +305,12 @@ class Settings(BaseSettings):
     def _one_body_fits(self) -> Settings:
         if self.max_body_bytes > self.max_bodies_bytes:
             raise ValueError("max_body_bytes is above max_bodies_bytes, so that the largest body could never be taken")
+        return self
+
+    @model_validator(mode="after")
+    def _receivers_have_a_backend(self) -> Settings:
+        if self.grpc_port is not None and self.transfer_backend == "none":
+            raise ValueError("grpc_port opens SGLang's door, which needs a transfer_backend: zmq_to_scheduler, …")
         return self
 
     @classmethod
@@ -227,7 +346,7 @@ class Settings(BaseSettings):
             for name, info in type(self).model_fields.items()
             if isinstance(getattr(self, name), (int, float))
             and not isinstance(getattr(self, name), bool)
-            and name != "port"
+            and name not in ("port", "grpc_port")
         }
 
 
@@ -239,6 +358,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def is_cluster(address: str) -> bool:
+    """Whether `address` is `auto`, or a host and a port."""
+    host, _, port = address.rpartition(":")
+    return address == "auto" or bool(host and port.isascii() and port.isdigit() and 0 < int(port) < 65536)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

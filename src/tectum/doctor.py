@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tectum
+from tectum.errors import TectumError
 
 #: what the base install brings, and what `tectum[serve]` adds
 BASE = ("httpx2", "numpy", "pydantic", "safetensors", "typer")
@@ -68,7 +69,7 @@ def _model(model: str, missing: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"model": report.model, "architecture": report.architecture}
     if report.problem is not None:
         problem = report.problem
-        return {**found, "supported": False, "code": problem.code, "problem": problem.message, **problem.details}
+        return {**found, "supported": False, "code": problem.code, "problem": problem.message, **_known(problem)}
     return {
         **found,
         "supported": True,
@@ -80,6 +81,11 @@ def _model(model: str, missing: list[str]) -> dict[str, Any]:
         "width": report.width,
         "rows": dict(report.rows),
     }
+
+
+def _known(problem: TectumError) -> dict[str, Any]:
+    """The architectures there are, where the problem is that this one is none of them."""
+    return {"known": problem.details["known"]} if "known" in problem.details else {}
 
 
 def _show(findings: dict[str, Any], missing: list[str]) -> None:

@@ -83,6 +83,7 @@ CODES: dict[str, CodeSpec] = {
     "invalid_checkpoint": CodeSpec(400, "INVALID_ARGUMENT"),
     "missing_dependency": CodeSpec(500, "UNIMPLEMENTED"),
     "port_in_use": CodeSpec(503, "UNAVAILABLE"),
+    "cluster_unavailable": CodeSpec(503, "UNAVAILABLE"),
     "server_unreachable": CodeSpec(503, "UNAVAILABLE", retryable=True),
     "invalid_rows": CodeSpec(502, "DATA_LOSS"),
 }
@@ -202,7 +203,7 @@ _LIFECYCLE = {"request_not_found", "embedding_not_ready", "request_conflict", "r
 _LIFECYCLE |= {"deadline_exceeded", "metadata_timeout"}
 _UNAVAILABLE = {"overloaded", "shutting_down", "worker_lost", "encoder_stalled", "out_of_memory", "server_unreachable"}
 _STARTUP = {"invalid_settings", "model_not_found", "unsupported_architecture", "invalid_checkpoint"}
-_STARTUP |= {"missing_dependency", "port_in_use"}
+_STARTUP |= {"missing_dependency", "port_in_use", "cluster_unavailable"}
 _DELIVERY = {"send_failed", "send_timeout", "invalid_rows"}
 
 

@@ -156,7 +156,7 @@ def main() -> int:
         tiny = build_tiny_qwen2_5_vl(Path(folder) / "tiny")
         with EncoderProcess(tiny, "--forward-threads", "1", "--log-level", "warning") as process:
             load = Load(Door(process.url, process))
-            asyncio.run(load.many_hostile(1000))
+            asyncio.run(load.many_hostile(2000))
             before = load.door.resident()
             asyncio.run(load.many_hostile(given.hostile))
             after = load.door.resident()

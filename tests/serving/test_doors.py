@@ -286,6 +286,7 @@ ITEM = '{"type":"image","data":"AAAA"}'
             "options: Expected `bool | int | float | str | null`, got `array`",
             None,
         ),
+        ('{"items":[ITEM],"options":{"a":9007199254740993}}', "options: Expected `int` <= 9007199254740992", None),
         ('{"items":[ITEM]', "The body is not valid JSON in UTF-8", None),
     ],
 )

@@ -165,6 +165,13 @@ class Ledger:
         self._bury(now)
         return self._tombstones.get(req_id)
 
+    def by_state(self) -> dict[State, int]:
+        """How many lives are in each state that holds something."""
+        counts: dict[State, int] = {state: 0 for state in State if state is not State.RELEASED}
+        for request in self._lives.values():
+            counts[request.state] += 1
+        return counts
+
     def unfinished(self) -> int:
         """Lives that somebody still works for: a stage, a send or the queue; not rows that wait to be pulled."""
         return sum(request.used or request.state is not State.STAGED for request in self._lives.values())

@@ -57,5 +57,5 @@ def adapter_for(architecture: str) -> type[FeaturesAdapter]:
         name = architecture if len(architecture) <= NAME_ROOM else f"{architecture[: NAME_ROOM - 1]}…"
         served = SERVED
         text = f"{name} is not supported (docs/adding-a-family.md); known: {served}"
-        raise StartupError("unsupported_architecture", text, supported=sorted(architectures()))
+        raise StartupError("unsupported_architecture", text, known=sorted(architectures()))
     return adapter_class(family)

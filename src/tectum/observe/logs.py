@@ -1,20 +1,41 @@
-"""Logs: one line an event, `key=value` facts after the message; one line for each request that ended."""
+"""Logs: one line an event, for people (`message key=value …`) or for machines (one JSON object); one line a request.
+
+Facts go beside the message, in `extra={"facts": {…}}`, so that both forms are made from the same call.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import traceback
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tectum.errors import TectumError, clean_text, scrub
+from tectum.observe.watcher import JobView, Watcher
+from tectum.types import EncodeRequest
 
 log = logging.getLogger("tectum.request")
 
+#: characters of a request's id in a line
+ID = 64
 
-#: characters of one line, and of a traceback's exception text
+#: characters of a message, and of a traceback's exception text
 MAX_LINE = 1000
+
+
+def configure(level: str, form: str = "text") -> None:
+    """Send Tectum's and the HTTP server's lines to standard error, from `level` up. form: `text` or `json`."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLine() if form == "json" else TextLine())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("tectum").setLevel(level.upper())
+    for library in ("python_multipart", "PIL"):  # what they find wrong with an input is its caller's, who is told
+        logging.getLogger(library).setLevel(logging.CRITICAL)
 
 
 class Scrubbed(logging.Formatter):
@@ -24,9 +45,9 @@ class Scrubbed(logging.Formatter):
     libraries put into it what they could not read.
     """
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        record.message = scrub(" ".join(record.message[: 4 * MAX_LINE].split()))[:MAX_LINE]
-        return super().formatMessage(record)
+    def said(self, record: logging.LogRecord) -> str:
+        """The message, cleaned."""
+        return scrub(" ".join(record.getMessage()[: 4 * MAX_LINE].split()))[:MAX_LINE]
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
         error = ei[1]
@@ -37,37 +58,66 @@ class Scrubbed(logging.Formatter):
         return "\n".join([*frames, f"  {type(error).__name__}: {clean_text(str(error))}"])
 
 
-def configure(level: str) -> None:
-    """Send Tectum's and the HTTP server's lines to standard error, from `level` up."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(Scrubbed("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.WARNING)
-    logging.getLogger("tectum").setLevel(level.upper())
-    for library in ("python_multipart", "PIL"):  # what they find wrong with an input is its caller's, who is told
-        logging.getLogger(library).setLevel(logging.CRITICAL)
+class TextLine(Scrubbed):
+    """Time, level, logger, message, and the facts as `key=value`."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        record.message = self.said(record)
+        line = super().formatMessage(record)
+        return " ".join([line, *(f"{key}={value}" for key, value in _facts(record).items())])
 
 
-class RequestLog:
-    """Writes a line for each request that ended, or was refused."""
+class JsonLine(Scrubbed):
+    """One JSON object: `time` (UTC, ISO 8601), `level`, `logger`, `message`, the facts, and `exception` where there is one."""
 
-    def refused(self, error: TectumError) -> None:
-        log.info("request refused code=%s status=%d", error.code, error.status)
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": self.said(record),
+            **_facts(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
 
-    def ended(self, job: Any, reason: str, error: TectumError | None, seconds: float) -> None:
+
+class RequestLog(Watcher):
+    """Writes one line for each request, when it ended or was refused."""
+
+    def refused(self, error: TectumError, request: EncodeRequest | None = None) -> None:
+        if not log.isEnabledFor(logging.INFO):
+            return
+        facts = {} if request is None else {"req_id": request.req_id[:ID]}
+        _write(logging.INFO, "request refused", {**facts, "status": error.status, "code": error.code})
+
+    def ended(self, job: JobView, reason: str, error: TectumError | None, seconds: float) -> None:
         level = logging.WARNING if error is not None and error.status >= 500 else logging.INFO
         if not log.isEnabledFor(level):
             return
         facts = {
-            "req_id": job.request.req_id[:64],
-            "reason": reason,
+            "req_id": job.request.req_id[:ID],
+            "modality": str(job.request.modality),
+            "reason": str(reason),
             "status": "ok" if error is None else error.status,
             "code": None if error is None else error.code,
             "items": len(job.request.items),
             "rows": None if job.prepared is None else job.prepared.metadata.rows,
-            "total_ms": f"{seconds * 1e3:.1f}",
-            **{f"{stage}_ms": f"{taken * 1e3:.1f}" for stage, taken in job.seconds.items()},
+            "lane": None if job.prepared is None else job.prepared.lane,
+            "total_ms": round(seconds * 1e3, 1),
+            **{f"{stage}_ms": round(taken * 1e3, 1) for stage, taken in job.seconds.items()},
         }
-        line = " ".join(f"{key}={value}" for key, value in facts.items() if value is not None)
-        log.log(level, "request ended %s", line)
+        _write(level, "request ended", {key: value for key, value in facts.items() if value is not None})
+
+
+def _write(level: int, message: str, facts: dict[str, Any]) -> None:
+    log.log(level, message, extra={"facts": facts})
+
+
+def _facts(record: logging.LogRecord) -> dict[str, Any]:
+    facts: dict[str, Any] = getattr(record, "facts", {})
+    return facts

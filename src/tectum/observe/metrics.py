@@ -1,17 +1,31 @@
-"""Prometheus metrics. Owns names and labels; is told outcomes by the pipeline and reads gauges when scraped."""
+"""Prometheus metrics. Owns names and labels; is told outcomes by the pipeline and reads gauges when scraped.
+
+Names follow vLLM and SGLang where they have one for the same thing (`…_queue_time_seconds`, `…_e2e_request_latency_seconds`,
+`num_requests`, `…_cache_queries`, `…_cache_hits`), so that dashboards read alike. docs/grafana/tectum.json shows them.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tectum.errors import TectumError
+from tectum.observe.watcher import JobView, Watcher
+from tectum.types import EncodeRequest, Modality
 
-if TYPE_CHECKING:
-    from tectum.types import EncodeRequest, RequestMetadata
-
-_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_PATCHES = tuple(4**exponent for exponent in range(2, 11))  # 16 … 1,048,576
+#: stage -> its metric; a stage is a key of a job's `seconds`
+_STAGES = {
+    "fetch": ("encoder_fetch_time_seconds", "Seconds in which the media behind URLs were fetched."),
+    "prepare": ("encoder_prepare_time_seconds", "Seconds of decoding and preprocessing, with the wait for their turn."),
+    "queue": ("encoder_queue_time_seconds", "Seconds that a prepared request waited for its forward."),
+    "forward": ("encoder_forward_time_seconds", "Seconds of the forward, until rows were staged."),
+}
 
 
 class _Ledger(Protocol):
@@ -19,6 +33,7 @@ class _Ledger(Protocol):
     staged_bytes: int
 
     def __len__(self) -> int: ...
+    def by_state(self) -> Mapping[Any, int]: ...
 
 
 class _Bodies(Protocol):
@@ -32,85 +47,128 @@ class _Encoders(Protocol):
     def up(self) -> int: ...
 
 
-class _Prepared(Protocol):
-    @property
-    def metadata(self) -> RequestMetadata: ...
-
-
-class _Job(Protocol):
-    @property
-    def request(self) -> EncodeRequest: ...
-    @property
-    def prepared(self) -> _Prepared | None: ...
-    @property
-    def seconds(self) -> dict[str, float]: ...
-
-
-class Metrics:
+class Metrics(Watcher):
     """All metrics of one service, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "encoder_requests", "Requests that ended, by outcome.", ["modality", "status"], registry=self.registry
+        self._received = self._counter("encoder_requests_received", "Requests that were accepted.", "modality")
+        self._finished = self._counter("encoder_requests", "Requests whose outcome is decided.", "modality", "status")
+        self._releases = self._counter("encoder_releases", "Releases by reason.", "reason")
+        self._refusals = self._counter("encoder_refusals", "Requests refused at the door, by code.", "code")
+        self._items = self._counter("encoder_items", "Items that were encoded.", "modality")
+        self._rows = self._counter("encoder_rows", "Embedding rows produced.", "modality")
+        self._cache_queries = self._counter("encoder_cache_queries", "Look-ups of rows in the cache.", "modality")
+        self._cache_hits = self._counter("encoder_cache_hits", "Look-ups that found their rows.", "modality")
+        self._stages = {
+            stage: self._histogram(*named, _SECONDS, "modality", "status") for stage, named in _STAGES.items()
+        }
+        self._latency = self._histogram(
+            "encoder_e2e_request_latency_seconds",
+            "Seconds from acceptance to the outcome.",
+            _SECONDS,
+            "modality",
+            "status",
         )
-        self._releases = Counter("encoder_releases", "Releases by reason.", ["reason"], registry=self.registry)
-        self._refusals = Counter(
-            "encoder_refusals", "Requests refused at the door, by code.", ["code"], registry=self.registry
+        self._hang_ups = self._counter("encoder_hang_ups", "Callers that left before their answer.")
+        self._transfer = self._histogram(
+            "encoder_transfer_time_seconds", "Seconds of one delivery of rows.", _SECONDS, "backend", "status"
         )
-        self._hang_ups = Counter("encoder_hang_ups", "Callers that left before their answer.", registry=self.registry)
-        self._items = Counter("encoder_items", "Items that were encoded.", ["modality"], registry=self.registry)
-        self._rows = Counter("encoder_rows", "Embedding rows produced.", ["modality"], registry=self.registry)
-        self._stage = Histogram(
-            "encoder_stage_seconds",
-            "Seconds of each stage of a request.",
-            ["stage"],
-            buckets=_SECONDS,
-            registry=self.registry,
+        self._batch_requests = self._histogram(
+            "encoder_batch_requests", "Requests in one forward.", _COUNTS, "modality"
         )
-        self._total = Histogram(
-            "encoder_request_seconds",
-            "Seconds from acceptance to release.",
-            ["modality"],
-            buckets=_SECONDS,
-            registry=self.registry,
+        self._batch_items = self._histogram("encoder_batch_items", "Items in one forward.", _COUNTS, "modality")
+        self._batch_patches = self._histogram(
+            "encoder_batch_patches", "Input patches in one forward.", _PATCHES, "modality"
         )
 
     def watch(self, ledger: _Ledger, encoders: _Encoders) -> None:
-        """Gauges that are read from the ledger and the encoders when somebody scrapes."""
-        for name, text, read in (
-            ("encoder_live_requests", "Requests that hold something.", lambda: len(ledger)),
-            ("encoder_queued_patches", "Input patches that wait for a forward.", lambda: ledger.queued_patches),
-            ("encoder_staged_bytes", "Bytes promised to or held for receivers.", lambda: ledger.staged_bytes),
-            ("encoder_workers_up", "Encoder processes that are up.", lambda: encoders.up),
-            ("encoder_worker_restarts", "Encoder processes that were started again.", lambda: encoders.restarts),
-        ):
-            Gauge(name, text, registry=self.registry).set_function(read)
+        """Have gauges read from the ledger and the encoders whenever somebody scrapes."""
+        self.registry.register(_Now(ledger, encoders))
 
     def watch_bodies(self, budget: _Bodies) -> None:
+        """Have the bytes of request bodies read whenever somebody scrapes."""
         text = "Bytes of request bodies that are held."
         Gauge("encoder_body_bytes", text, registry=self.registry).set_function(lambda: budget.held)
+
+    # --- what the doors tell ---
 
     def hung_up(self) -> None:
         """A caller left, or stopped reading, before it was answered."""
         self._hang_ups.inc()
 
-    def ended(self, job: _Job, reason: str, error: TectumError | None, seconds: float) -> None:
-        """One request's outcome is decided."""
-        modality = str(job.request.modality)
-        self._requests.labels(modality, "ok" if error is None else str(error.status)).inc()
-        self._releases.labels(str(reason)).inc()
-        self._total.labels(modality).observe(seconds)
+    # --- what the pipeline tells ---
+
+    def accepted(self, job: JobView, seconds: float) -> None:
+        self._received.labels(job.request.modality).inc()
+
+    def refused(self, error: TectumError, request: EncodeRequest | None = None) -> None:
+        self._refusals.labels(error.code).inc()
+
+    def batch(self, jobs: Sequence[JobView]) -> None:
+        modality = jobs[0].request.modality
+        self._batch_requests.labels(modality).observe(len(jobs))
+        self._batch_items.labels(modality).observe(sum(len(job.request.items) for job in jobs))
+        patches = sum(job.prepared.metadata.patches for job in jobs if job.prepared is not None)
+        self._batch_patches.labels(modality).observe(patches)
+
+    def sent(self, job: JobView, backend: str, seconds: float, error: TectumError | None) -> None:
+        self._transfer.labels(backend, _status(error)).observe(seconds)
+
+    def ended(self, job: JobView, reason: str, error: TectumError | None, seconds: float) -> None:
+        modality, status = job.request.modality, _status(error)
+        self._finished.labels(modality, status).inc()
+        self._releases.labels(reason).inc()
+        self._latency.labels(modality, status).observe(seconds)
         for stage, taken in job.seconds.items():
-            self._stage.labels(stage).observe(taken)
+            if stage in self._stages:
+                self._stages[stage].labels(modality, status).observe(taken)
         if job.prepared is not None and "forward" in job.seconds:
             self._items.labels(modality).inc(len(job.request.items))
             self._rows.labels(modality).inc(job.prepared.metadata.rows)
 
-    def refused(self, error: TectumError) -> None:
-        """A request was not accepted, by the door or by the ledger."""
-        self._refusals.labels(error.code).inc()
+    # --- what the cache tells ---
+
+    def looked_up(self, modality: Modality, *, hit: bool) -> None:
+        """The cache was asked for the rows of one item."""
+        self._cache_queries.labels(modality).inc()
+        if hit:
+            self._cache_hits.labels(modality).inc()
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+
+
+class _Now:
+    """What is read when somebody scrapes: nothing has to be counted twice."""
+
+    def __init__(self, ledger: _Ledger, encoders: _Encoders) -> None:
+        self._ledger = ledger
+        self._encoders = encoders
+
+    def collect(self) -> Iterator[Metric]:
+        ledger, encoders = self._ledger, self._encoders
+        states = GaugeMetricFamily("encoder_num_requests", "Live requests by state.", labels=["state"])
+        for state, count in ledger.by_state().items():
+            states.add_metric([str(state)], count)
+        yield states
+        yield GaugeMetricFamily("encoder_live_requests", "Requests that hold something.", len(ledger))
+        yield GaugeMetricFamily(
+            "encoder_queued_patches", "Input patches that wait for a forward.", ledger.queued_patches
+        )
+        yield GaugeMetricFamily("encoder_staged_bytes", "Bytes promised to or held for receivers.", ledger.staged_bytes)
+        yield GaugeMetricFamily("encoder_workers_up", "Encoder processes that are up.", encoders.up)
+        yield CounterMetricFamily(
+            "encoder_worker_restarts", "Encoder processes that were started again.", encoders.restarts
+        )
+
+
+def _status(error: TectumError | None) -> str:
+    return "ok" if error is None else str(error.status)

@@ -139,13 +139,29 @@ class Job:
 
 
 class Observer(Protocol):
-    """Who watches outcomes (metrics, logs, traces). What it raises is logged and goes no further."""
+    """Who watches requests (metrics, logs, traces). What it raises is logged and goes no further.
+
+    Of one life: `accepted`, then `batch` for each forward and `sent` for each delivery; `ended` and `freed` once each. A
+    delivery that runs while its request is released is told between these two.
+    """
+
+    def accepted(self, job: Job, seconds: float) -> None:
+        """A life begins, `seconds` after its caller came. Called in the caller's own context."""
+
+    def refused(self, error: TectumError, request: EncodeRequest | None = None) -> None:
+        """A request was not accepted, and began no life; None where it could not even be read."""
+
+    def batch(self, jobs: Sequence[Job]) -> None:
+        """A forward begins with these jobs."""
+
+    def sent(self, job: Job, backend: str, seconds: float, error: TectumError | None) -> None:
+        """A delivery of the rows ended: to the caller (`inline`), to a puller (`pull`), or to a receiver by its backend."""
 
     def ended(self, job: Job, reason: Reason, error: TectumError | None, seconds: float) -> None:
-        """A request's outcome is decided: once a life."""
+        """A request's outcome is decided."""
 
-    def refused(self, error: TectumError) -> None:
-        """A request was not accepted, and began no life."""
+    def freed(self, job: Job) -> None:
+        """Nothing uses the request any more, and what it held is given back."""
 
 
 class _Lane:
@@ -211,12 +227,16 @@ class Pipeline:
         """
         life, waiter, _ = await self._call(request, Delivery.INLINE)
         job = self._jobs[self._ask(TakeAnswer(request.req_id, life, waiter))]
+        started = time.perf_counter()
         try:
             yield job
         except BaseException as error:
-            self._handle(SendFailed(life, waiter, _as_send_error(error), final=False))
+            failure = _as_send_error(error)
+            self._observe_sent(job, "inline", started, failure)
+            self._handle(SendFailed(life, waiter, failure, final=False))
             self._handle(CallerLeft(life, waiter))
             raise
+        self._observe_sent(job, "inline", started, None)
         self._handle(SendConfirmed(life, waiter))
 
     @asynccontextmanager
@@ -250,11 +270,15 @@ class Pipeline:
         """
         address = Destination(f"pull:{next(self._numbers)}")
         job = self._jobs[self._ask(Pull(req_id, address))]
+        started = time.perf_counter()
         try:
             yield job
         except BaseException as error:
-            self._handle(SendFailed(job.life, address, _as_send_error(error), final=False))
+            failure = _as_send_error(error)
+            self._observe_sent(job, "pull", started, failure)
+            self._handle(SendFailed(job.life, address, failure, final=False))
             raise
+        self._observe_sent(job, "pull", started, None)
         self._handle(SendConfirmed(job.life, address, Reason.PULLED))
 
     async def wait(self, req_id: str, milestone: Milestone, seconds: float) -> RequestMetadata:
@@ -343,6 +367,7 @@ class Pipeline:
 
         A caller that leaves before is reported to the ledger.
         """
+        came = time.perf_counter()
         digest = await fingerprint(request)
         waiter, future = self._new_waiter()
         now = self._loop.time()
@@ -351,10 +376,11 @@ class Pipeline:
             life = self._ask(Accept(request.req_id, digest, waiter, delivery, deadline))
         except TectumError as refusal:
             del self._futures[waiter]
-            self._observe(methodcaller("refused", refusal))
+            self._observe(methodcaller("refused", refusal, request))
             raise
         if life not in self._jobs:
             job = self._jobs[life] = Job(life, request, now)
+            self._observe(methodcaller("accepted", job, time.perf_counter() - came))
             job.walk = self._spawn(self._walk(job))
         if destinations or receive_count:  # in the turn of the Accept, so that they are this life's
             self._handle(Register(request.req_id, destinations, receive_count, next(self._numbers)))
@@ -405,6 +431,7 @@ class Pipeline:
 
     async def _encode(self, batch: list[Job]) -> None:
         """One forward. A batch that fails as a whole is retried one by one, so that only the culprit fails (R15)."""
+        self._observe(methodcaller("batch", batch))
         started = time.perf_counter()
         try:
             results = await self._work.encode([_prepared(job) for job in batch])
@@ -447,6 +474,7 @@ class Pipeline:
         """One delivery to one registered receiver, within its own bound. Its use is counted already; it never releases."""
         assert job.staged is not None, "only staged rows are sent"
         error: TectumError | None = None
+        started = time.perf_counter()
         try:
             async with asyncio.timeout(self._send_timeout):
                 await self._work.send(job.staged, destination)
@@ -456,10 +484,13 @@ class Pipeline:
             text = f"Delivery to a receiver was not confirmed within {self._send_timeout:g} s"
             error = DeliveryError("send_timeout", text)
         except asyncio.CancelledError:
-            self._handle(SendFailed(job.life, destination, DeliveryError("send_failed", "The delivery was cancelled")))
+            error = DeliveryError("send_failed", "The delivery was cancelled")
+            self._observe_sent(job, destination.backend, started, error)
+            self._handle(SendFailed(job.life, destination, error))
             raise
         except Exception as failure:
             error = _unexpected(failure, "sending")
+        self._observe_sent(job, destination.backend, started, error)
         if error is None:
             self._handle(SendConfirmed(job.life, destination))
         else:
@@ -531,12 +562,16 @@ class Pipeline:
         if job.staged is not None:
             staged, job.staged = job.staged, None
             self._work.free(staged)
+        self._observe(methodcaller("freed", job))
 
     def _on_lane_lost(self, number: int) -> None:
         """An encoder died. Its running stages fail by themselves; what waited for its forward is told to the ledger."""
         lost = [job.life for job in self._jobs.values() if job.prepared is not None and job.prepared.lane == number]
         for life in lost:
             self._handle(InputsLost(life))
+
+    def _observe_sent(self, job: Job, backend: str, started: float, error: TectumError | None) -> None:
+        self._observe(methodcaller("sent", job, backend, time.perf_counter() - started, error))
 
     def _observe(self, tell: Callable[[Observer], None]) -> None:
         for observer in self._observers:

@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from tectum.config import Settings
+from tectum.delivery.base import Deliveries
 from tectum.delivery.staging import Lease, StagingPool
-from tectum.errors import DeliveryError, TectumError
+from tectum.errors import TectumError
 from tectum.media.fetch import Fetcher
 from tectum.media.policy import MediaPolicy
 from tectum.media.source import needs_fetch
@@ -54,10 +55,14 @@ class Encoders(Protocol):
 
 
 class Stages:
-    """The real `Work` of a pipeline. An async context manager: inside it the encoders run."""
+    """The real `Work` of a pipeline. An async context manager: inside it the encoders run.
 
-    def __init__(self, encoders: Encoders, settings: Settings) -> None:
+    deliveries: how rows are pushed; entered by the caller, who leaves it after this.
+    """
+
+    def __init__(self, encoders: Encoders, settings: Settings, deliveries: Deliveries | None = None) -> None:
         self.encoders = encoders
+        self.deliveries = deliveries or Deliveries({})
         self.lanes = encoders.lanes
         self.pool = StagingPool(settings.max_staged_bytes)
         self._fetcher = Fetcher(MediaPolicy.from_settings(settings))
@@ -155,10 +160,10 @@ class Stages:
     # --- deliver ---
 
     async def send(self, staged: Staged, destination: Destination) -> None:
-        raise DeliveryError("send_failed", f"No delivery backend {destination.backend!r} is installed")
+        await self.deliveries.send(staged, destination)
 
     async def notify(self, req_id: str, destination: Destination, error: TectumError) -> None:
-        raise DeliveryError("send_failed", f"No delivery backend {destination.backend!r} is installed")
+        await self.deliveries.notify(req_id, destination, error)
 
     def free(self, staged: Staged) -> None:
         self.pool.give_back(staged.lease)

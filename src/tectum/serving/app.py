@@ -12,22 +12,27 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 import tectum
 from tectum import catalogue
 from tectum.config import Settings
-from tectum.errors import UnavailableError
+from tectum.errors import TectumError
+from tectum.observe import trace
 from tectum.observe.metrics import Metrics
 from tectum.pipeline.pipeline import Pipeline
-from tectum.serving import dashboard, native, problems
+from tectum.serving import dashboard, native, problems, sglang
 from tectum.serving.bodies import openapi_schemas
-from tectum.serving.guard import BodyBudget, Guard, Tokens
+from tectum.serving.guard import BodyBudget, Guard, Tokens, TraceCaller
+from tectum.serving.health import Health
 from tectum.workers.pool import WorkerPool
-
-#: of `--stall-timeout`: an encoder that finishes nothing for so long is called unhealthy, before it is replaced
-STALLED_SHARE = 0.75
 
 
 def create_app(
-    pipeline: Pipeline, pool: WorkerPool, settings: Settings, metrics: Metrics, recent: dashboard.Recent | None = None
+    pipeline: Pipeline,
+    pool: WorkerPool,
+    settings: Settings,
+    metrics: Metrics,
+    doors: sglang.Doors,
+    health: Health,
+    recent: dashboard.Recent | None = None,
 ) -> FastAPI:
-    """The ASGI application, on a pipeline and the encoders that work for it.
+    """The ASGI application, on a pipeline and the encoders that work for it. `doors` are SGLang's.
 
     recent: the observer whose outcomes the live page shows; without it there is no page.
     Raises StartupError when the token file cannot be read.
@@ -41,7 +46,9 @@ def create_app(
     )
     problems.install(app)
     app.include_router(native.router(pipeline, settings))
-    _add_health(app, pipeline, pool, settings)
+    if settings.transfer_backend != "none":
+        app.include_router(sglang.router(doors, health, settings))
+    _add_health(app, pipeline, pool, health)
     _add_pages(app, pool, settings, metrics)
     _add_catalogue(app)
     app.openapi = _documented(app.openapi)  # type: ignore[method-assign]
@@ -53,11 +60,18 @@ def create_app(
         app.include_router(dashboard.router(page, tokens))
         pages = Gauge("encoder_live_pages", "Live pages that are open.", registry=metrics.registry)
         pages.set_function(lambda: page.open_pages)
-    app.add_middleware(Guard, settings=settings, tokens=tokens, budget=budget, hung_up=metrics.hung_up)
+    if trace.wanted(settings.trace_endpoint):
+        app.add_middleware(TraceCaller)
+    app.add_middleware(Guard, settings=settings, tokens=tokens, budget=budget, hung_up=metrics.hung_up, refuse=_refusal)
     return app
 
 
-def _add_health(app: FastAPI, pipeline: Pipeline, pool: WorkerPool, settings: Settings) -> None:
+def _refusal(path: str, error: TectumError) -> Response:
+    """The answer to a request that no route sees, in the form that callers of its path read."""
+    return sglang.refusal(error) if path in sglang.PATHS else problems.problem_response(error)
+
+
+def _add_health(app: FastAPI, pipeline: Pipeline, pool: WorkerPool, health: Health) -> None:
     """Probes. None of them waits for work, so that they never queue behind it."""
 
     @app.get("/health/live", tags=["health"], summary="The process answers")
@@ -66,19 +80,13 @@ def _add_health(app: FastAPI, pipeline: Pipeline, pool: WorkerPool, settings: Se
 
     @app.get("/health/ready", tags=["health"], summary="New work is taken")
     async def ready() -> Response:
-        if pipeline.ledger.closing:
-            raise UnavailableError("shutting_down", "The encoder is shutting down", retry_after=1.0)
-        if not pool.up:
-            raise UnavailableError("worker_lost", "No encoder process is up; one is being started", retry_after=1.0)
+        health.check_ready()
         return JSONResponse({"status": "ready", "live_requests": len(pipeline.ledger), "workers_up": pool.up})
 
     @app.get("/health/progress", tags=["health"], summary="Work that was accepted gets done")
     async def progress() -> Response:
         """Unhealthy when an encoder with pending work has finished no step for three quarters of `--stall-timeout`."""
-        stalled = pool.stalled_for()
-        if stalled > STALLED_SHARE * settings.stall_timeout:
-            text = f"An encoder has pending work and finished no step of it for {stalled:.0f} s"
-            raise UnavailableError("encoder_stalled", text, retry_after=5.0)
+        stalled = health.check_progress()
         return JSONResponse({"status": "progressing", "stalled_s": round(stalled, 3), "workers": pool.describe()})
 
 

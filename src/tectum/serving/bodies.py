@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -22,6 +22,7 @@ from tectum.errors import BadRequestError
 from tectum.serving.presence import body_pieces
 from tectum.types import EncodeRequest, MediaItem, Modality
 
+Body = TypeVar("Body", bound=Struct)
 #: an id stands in URLs, logs and error frames: plain characters only
 REQ_ID = r"^[A-Za-z0-9_][A-Za-z0-9._:@+=~-]*$"
 ReqId = Annotated[str, Meta(min_length=1, max_length=256, pattern=REQ_ID)]
@@ -53,7 +54,9 @@ class DeliveryBody(Struct, forbid_unknown_fields=True):
     mode: Literal["inline", "hold"] = "inline"
 
 
-Option = bool | int | float | Annotated[str, Meta(max_length=256)] | None
+#: whole numbers that every JSON reader keeps exact, and that fit a message to an encoder process
+_EXACT = 2**53
+Option = bool | Annotated[int, Meta(ge=-_EXACT, le=_EXACT)] | float | Annotated[str, Meta(max_length=256)] | None
 
 
 class EncodeBody(Struct, forbid_unknown_fields=True):
@@ -110,15 +113,28 @@ def decode_encode_body(text: bytes | bytearray | str, settings: Settings) -> Enc
 
     Raises BadRequestError `invalid_request` (not JSON, or a field is wrong) or `request_too_large`.
     """
+    return decode(_DECODER, text, settings)
+
+
+def decode(decoder: msgspec.json.Decoder[Body], text: bytes | bytearray | str, settings: Settings) -> Body:
+    """A JSON body as the struct that `decoder` makes. Raises as `decode_encode_body`."""
     quotes = text.count('"') if isinstance(text, str) else text.count(b'"')
     if quotes > QUOTES_EACH * settings.max_items + QUOTES_BESIDE:  # counting is cheap, decoding millions of them is not
         raise BadRequestError("request_too_large", f"The JSON holds more than {settings.max_items} items can need")
     try:
-        return _DECODER.decode(text)
+        return decoder.decode(text)
     except msgspec.ValidationError as error:
         raise _wrong_field(str(error)) from None
     except (msgspec.MsgspecError, ValueError, RecursionError):  # UnicodeError is a ValueError
         raise BadRequestError("invalid_request", "The body is not valid JSON in UTF-8") from None
+
+
+def convert(kind: type[Body], fields: dict[str, Any]) -> Body:
+    """Fields that did not come as JSON, held to the same rules. Raises BadRequestError `invalid_request`."""
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_field(str(error)) from None
 
 
 def _wrong_field(said: str) -> BadRequestError:

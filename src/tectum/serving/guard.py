@@ -7,6 +7,7 @@ until the request is answered, and the body has to keep up a least rate.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hmac
 import logging
@@ -15,19 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tectum.config import Settings, is_loopback
 from tectum.errors import BadRequestError, StartupError, TectumError, UnavailableError
+from tectum.observe import trace
 from tectum.serving.connection import ABORT
 from tectum.serving.presence import CallerGoneError
-from tectum.serving.problems import problem_response
 
 log = logging.getLogger("tectum.http")
 
 #: paths that answer without a token: probes need no secret, and an error's page and the live page's files are the same
 #: for everybody (`/` answers 401 with the page, which asks for the token)
-OPEN_PATHS = frozenset({"/", "/health/live", "/health/ready", "/health/progress"})
+OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/health/live", "/health/ready", "/health/progress"})
 OPEN_PREFIXES = ("/errors/", "/api/errors/", "/dashboard/static/")
 #: seconds that the rest of a refused body is read and dropped, so that its sender gets to read why
 LINGER = 2.0
@@ -54,9 +56,10 @@ class Tokens:
     def accept(self, authorization: bytes) -> bool:
         """Whether an Authorization header carries one of the tokens. Takes as long for a wrong one as for a right one."""
         self._reload()
+        given = _given_token(authorization)
         found = False
         for token in self._tokens:
-            found |= hmac.compare_digest(authorization, b"Bearer " + token)
+            found |= hmac.compare_digest(given, token)
         return found
 
     def _reload(self) -> None:
@@ -80,6 +83,17 @@ class Tokens:
 
     def _read(self) -> list[bytes]:
         return [line.strip().encode() for line in self._path.read_text().splitlines() if line.strip()]
+
+
+def _given_token(authorization: bytes) -> bytes:
+    """The token of a bearer header, or the password of a basic one: what HTTP clients make of `http://any:TOKEN@host`."""
+    kind, _, credentials = authorization.partition(b" ")
+    if kind == b"Bearer":
+        return credentials
+    if kind == b"Basic":
+        with contextlib.suppress(ValueError):
+            return base64.b64decode(credentials, validate=True).partition(b":")[2]
+    return b""
 
 
 @dataclass(slots=True)
@@ -175,6 +189,7 @@ class Guard:
     """Refuses requests without a token (401), and bodies that are too large (413), too many (503) or too slow (408).
 
     hung_up: hears of each caller that left, or stopped reading, before it was answered.
+    refuse: makes the answer to a refused request, from its path and the error.
     """
 
     def __init__(
@@ -185,12 +200,14 @@ class Guard:
         tokens: Tokens | None,
         budget: BodyBudget,
         hung_up: Callable[[], None],
+        refuse: Callable[[str, TectumError], Response],
     ) -> None:
         self.app = app
         self._settings = settings
         self._tokens = tokens
         self._budget = budget
         self._hung_up = hung_up
+        self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -205,7 +222,7 @@ class Guard:
                 self._admit(scope, headers, coming, declared)
             except TectumError as refusal:
                 self._budget.refused(refusal)
-                await problem_response(refusal)(scope, upload.receive, upload.send)
+                await self._refuse(scope["path"], refusal)(scope, upload.receive, upload.send)
                 return
             try:
                 await self.app(scope, upload.receive, upload.send)
@@ -251,3 +268,17 @@ def _from_another_site(headers: dict[bytes, bytes]) -> bool:
 
 def _nothing() -> None:
     pass
+
+
+class TraceCaller:
+    """Notes the trace that a call belongs to (its `traceparent`), for whoever makes spans while it is served."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._names = {name.encode(): name for name in trace.HEADERS}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            found = {self._names[key]: value.decode("latin-1") for key, value in scope["headers"] if key in self._names}
+            trace.caller.set(found)  # a call is served in a context of its own
+        await self.app(scope, receive, send)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import resource
@@ -16,7 +15,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -26,9 +25,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from starlette.types import ASGIApp
 
+import tectum
 from tectum.config import Settings
+from tectum.delivery.base import Deliveries, deliveries
 from tectum.errors import StartupError
-from tectum.observe import logs
+from tectum.observe import logs, trace
 from tectum.observe.metrics import Metrics
 from tectum.pipeline.pipeline import Observer, Pipeline
 from tectum.pipeline.service import running_pipeline
@@ -36,52 +37,38 @@ from tectum.pipeline.stages import Stages
 from tectum.serving.app import create_app
 from tectum.serving.connection import Connection, ConnectionLimits
 from tectum.serving.dashboard import Recent
+from tectum.serving.discovery import announced, bootstrap_urls
 from tectum.serving.guard import Tokens
+from tectum.serving.health import Health
+from tectum.serving.listen import BACKLOG, bind, bracketed
+from tectum.serving.sglang import Doors
 from tectum.workers.pool import WorkerPool
 
 log = logging.getLogger("tectum.server")
 
 #: seconds that an idle connection is kept: longer than our clients keep theirs, so that they never meet a closed one
 KEEP_ALIVE = 75
-#: connections that the kernel keeps while the event loop is busy
-BACKLOG = 2048
 
 
 def serve(model: str, settings: Settings, console: Console | None = None) -> int:
     """Serve `model` until SIGTERM or SIGINT; returns the exit code (0 when all accepted work was finished).
 
-    Raises StartupError: `port_in_use`, `model_not_found`, `unsupported_architecture`, `invalid_settings`.
+    Raises StartupError: `port_in_use`, `model_not_found`, `unsupported_architecture`, `invalid_settings`,
+    `missing_dependency`.
     """
     console = console or Console(stderr=True)
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     tls = tls_context(settings)
     if settings.token_file is not None:
         Tokens(settings.token_file)  # a mistake shows before minutes of loading
     listener = bind(settings.host, settings.port)
     _allow_files(settings.max_connections)
     with listener:
-        return uvloop.run(_serve(model, settings, listener, tls, console))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises StartupError `port_in_use` or `invalid_settings`."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError:
-        raise StartupError("invalid_settings", f"host: {host} is no address of this machine") from None
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise StartupError("port_in_use", f"Port {port} on {host} is in use; give another --port") from None
-        raise StartupError("invalid_settings", f"host: cannot listen on {host}:{port}: {error.strerror}") from None
-    listener.listen(BACKLOG)
-    return listener
+        sending = deliveries(settings)  # before the minutes of loading: a library may be missing
+        bootstrap_urls(settings)
+        if settings.grpc_port is not None:
+            _import_grpc_door()
+        return uvloop.run(_serve(model, settings, sending, listener, tls, console))
 
 
 def _allow_files(connections: int) -> None:
@@ -142,30 +129,46 @@ def _configured(app: ASGIApp, settings: Settings, metrics: Metrics, tls: ssl.SSL
 
 
 async def _serve(
-    model: str, settings: Settings, listener: socket.socket, tls: ssl.SSLContext | None, console: Console
+    model: str,
+    settings: Settings,
+    sending: Deliveries,
+    listener: socket.socket,
+    tls: ssl.SSLContext | None,
+    console: Console,
 ) -> int:
     metrics = Metrics()
+    observers: list[Observer] = [metrics, logs.RequestLog()]
     async with AsyncExitStack() as open_:
+        await open_.enter_async_context(sending)
+        if trace.wanted(settings.trace_endpoint):
+            tracing = trace.Tracing(trace.exporting(settings.trace_endpoint, tectum.__version__))
+            open_.callback(tracing.close)
+            observers.append(tracing)
         with _loading(model, settings, console) as tell:
             pool = WorkerPool(model, settings, tell)
-            stages = await open_.enter_async_context(Stages(pool, settings))
+            stages = await open_.enter_async_context(Stages(pool, settings, sending))
         _say_loaded(pool, console)
         recent = Recent() if settings.dashboard else None
-        observers: list[Observer] = [metrics, logs.RequestLog()]
         if recent is not None:
             observers.append(recent)
         pipeline = await open_.enter_async_context(running_pipeline(stages, settings, observers))
         metrics.watch(pipeline.ledger, pool)
-        app = create_app(pipeline, pool, settings, metrics, recent)
+        health, doors = Health(pipeline, pool, settings), Doors(pipeline, sending, settings)
+        app = create_app(pipeline, pool, settings, metrics, doors, health, recent)
+        if settings.grpc_port is not None:
+            grpc_port = await open_.enter_async_context(_import_grpc_door()(doors, health, settings))
+            console.print(
+                f"grpc on {bracketed(settings.host.strip('[]'))}:{grpc_port}", highlight=False, soft_wrap=True
+            )
         server = _Server(_configured(app, settings, metrics, tls), settings.head_timeout)
         stop = _stop_on_signals()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await server.listening.wait()
         host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        scheme = "http" if tls is None else "https"
-        console.print(f"ready on {scheme}://{shown}:{port}", highlight=False, soft_wrap=True)
-        await asyncio.wait([asyncio.ensure_future(stop.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
+        url = f"{'http' if tls is None else 'https'}://{bracketed(host)}:{port}"
+        console.print(f"ready on {url}", highlight=False, soft_wrap=True)
+        async with announced(bootstrap_urls(settings), settings.advertise_url or url, health, settings):
+            await asyncio.wait([asyncio.ensure_future(stop.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
         finished = await _drain(pipeline, settings, console)
         server.stop.set()
         await serving
@@ -174,6 +177,16 @@ async def _serve(
         sys.stderr.flush()
         os._exit(1)
     return 0
+
+
+def _import_grpc_door() -> Callable[..., AbstractAsyncContextManager[int]]:
+    """Raises StartupError `missing_dependency`."""
+    try:
+        from tectum.serving.grpc import grpc_door
+    except ModuleNotFoundError as error:
+        text = f'--grpc-port needs {error.name}: pip install "tectum[sglang]"'
+        raise StartupError("missing_dependency", text) from None
+    return grpc_door
 
 
 async def _drain(pipeline: Pipeline, settings: Settings, console: Console) -> bool:
@@ -240,11 +253,11 @@ def _loading(model: str, settings: Settings, console: Console) -> Iterator[Calla
     """A progress bar for each encoder process, on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks = [bar.add_task(f"{number}: starting {model}", total=1.0) for number in range(settings.workers)]
+        tasks = [bar.add_task(f"{number}: starting {model}", total=1.0) for number in range(settings.lanes)]
         yield lambda lane, what, fraction: bar.update(tasks[lane], description=f"{lane}: {what}", completed=fraction)
 
 
 def _say_loaded(pool: WorkerPool, console: Console) -> None:
-    card, many = pool.card, f" in {pool.lanes} processes" if pool.lanes > 1 else ""
+    card, many = pool.card, f" in {pool.up} processes" if pool.up > 1 else ""
     size = f"{card['encoder_bytes'] / 1e6:.1f} MB of {card['dtype']} on {card['device']}{many}"
     console.print(f"loaded {card['family']} encoder: {size}", highlight=False)

@@ -1,7 +1,8 @@
-"""What the service and an encoder process say to each other: msgpack messages over a Unix socket, each behind its length.
+"""What the service and an encoder say to each other: msgpack messages over a socket, each behind its length.
 
-Rows never pass here: they are written into staging memory that both map. Nothing is pickled, and a message that does not
-decode is dropped by its receiver.
+On one machine that is a Unix socket, and rows never pass there: they are written into staging memory that both map. An
+encoder elsewhere comes over TCP: it first proves that it knows the service's secret, and its rows follow a message that
+announces them (`remote.py`). Nothing is pickled, and a message that does not decode is dropped by its receiver.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tectum.types import EncodeRequest, MediaItem, Modality, RequestMetadata
 
 #: longest message (bytes); a request body is smaller
 MAX_MESSAGE = 5 * 1024**3
-_LENGTH = struct.Struct("<Q")
+LENGTH = struct.Struct("<Q")
 
 
 class Message(msgspec.Struct, tag=True, array_like=True):
@@ -107,6 +108,40 @@ class Failed(Message):
     problem: dict[str, Any]
 
 
+# --- over TCP only ---
+
+
+class Challenge(Message):
+    """The service's first word to whoever connects: what the answer must sign."""
+
+    nonce: bytes
+
+
+class Hello(Message):
+    """The encoder's answer. proof: that it knows the secret (`remote.proof`). It asks for one in return, of `nonce`."""
+
+    lane: int
+    version: str
+    pid: int
+    nonce: bytes
+    proof: bytes
+
+
+class Welcome(Message):
+    """The service's proof that it knows the secret too."""
+
+    proof: bytes
+
+
+class RowsFollow(Message):
+    """`nbytes` bytes of rows come next, for a member (by its index) of a batch. crc32: over those bytes."""
+
+    batch: int
+    member: int
+    nbytes: int
+    crc32: int
+
+
 ToEncoder = Start | Prepare | Encode | Forget
 FromEncoder = Loading | Ready | Prepared | Encoded | Failed
 
@@ -115,12 +150,18 @@ decode_for_encoder: Callable[[bytes | bytearray | memoryview], ToEncoder] = msgs
 decode_from_encoder: Callable[[bytes | bytearray | memoryview], FromEncoder] = msgspec.msgpack.Decoder(
     FromEncoder
 ).decode
+decode_from_afar: Callable[[bytes | bytearray | memoryview], FromEncoder | RowsFollow] = msgspec.msgpack.Decoder(
+    FromEncoder | RowsFollow
+).decode
+decode_challenge: Callable[[bytes | bytearray | memoryview], Challenge] = msgspec.msgpack.Decoder(Challenge).decode
+decode_hello: Callable[[bytes | bytearray | memoryview], Hello] = msgspec.msgpack.Decoder(Hello).decode
+decode_welcome: Callable[[bytes | bytearray | memoryview], Welcome] = msgspec.msgpack.Decoder(Welcome).decode
 
 
 def frame(message: Message) -> bytes:
     """One message as it goes over the socket."""
     body = _encode(message)
-    return _LENGTH.pack(len(body)) + body
+    return LENGTH.pack(len(body)) + body
 
 
 class Frames:
@@ -133,14 +174,14 @@ class Frames:
         """The bodies that are complete now."""
         self._buffer += data
         bodies, start = [], 0
-        while len(self._buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, start)
+        while len(self._buffer) - start >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._buffer, start)
             if length > MAX_MESSAGE:
                 raise ValueError(f"a message of {length} bytes")
-            end = start + _LENGTH.size + length
+            end = start + LENGTH.size + length
             if len(self._buffer) < end:
                 break
-            bodies.append(bytes(memoryview(self._buffer)[start + _LENGTH.size : end]))
+            bodies.append(bytes(memoryview(self._buffer)[start + LENGTH.size : end]))
             start = end
         del self._buffer[:start]
         return bodies

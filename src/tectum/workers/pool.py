@@ -1,7 +1,8 @@
-"""The encoder processes of one service: work is routed to them, and one that dies or stalls is replaced.
+"""The encoders of one service: work is routed to them, and one that dies or stalls is replaced.
 
-Owns which lane does what. It offers `Encoders` to the stages; a request's life is not its concern: it fails what ran on
-a dead process with `worker_lost`, and says that the lane was lost.
+Owns which lane does what, and how many lanes are up. Where an encoder runs is a `Launcher`'s to know (`process.py`: here;
+`ray.py`: on a cluster). The pool offers `Encoders` to the stages; a request's life is not its concern: it fails what ran on
+a dead encoder with `worker_lost`, and says that the lane was lost.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from tectum.pipeline.pipeline import PreparedPart
 from tectum.pipeline.threads import outlast
 from tectum.types import EncodeRequest
 from tectum.workers import messages
+from tectum.workers.line import EncoderLine, Launcher
 from tectum.workers.messages import Encode, Encoded, Failed, Forget, FromEncoder, Prepared
-from tectum.workers.process import WorkerProcess
+from tectum.workers.process import LocalProcesses
 from tectum.workers.router import choose
+from tectum.workers.scaling import Scaler
 
 log = logging.getLogger("tectum.workers")
 
@@ -32,14 +35,18 @@ BACKOFF, LONGEST_BACKOFF = 0.25, 30.0
 PROVEN = 60.0
 #: patches that a request is taken for until they are known
 USUAL_PATCHES = 1024
+#: seconds between two looks at how many encoders are needed, where that number may change
+LOOK_EVERY = 0.5
 
 
 class _Lane:
-    """One encoder process after another, and what the present one has to do."""
+    """One encoder after another, and what the present one has to do."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.process: WorkerProcess | None = None  # the one that is up
+        self.process: EncoderLine | None = None  # the one that is up
+        self.keeper: asyncio.Task[None] | None = None  # keeps it up; None: this lane is not wanted now
+        self.leaving = False  # gets no new work, and is stopped when it has none left
         self.pending: dict[int, asyncio.Future[Any]] = {}  # ticket or batch -> whoever awaits it
         self.queued: dict[int, int] = {}  # ticket -> patches of what is prepared or on its way
         self.last_step = 0.0  # when something was finished last, or the first thing began
@@ -47,32 +54,40 @@ class _Lane:
 
 
 class WorkerPool:
-    """`Encoders` in `settings.workers` processes, each with the encoder of `model`.
+    """`Encoders` of `model`: `settings.workers` processes, or actors of the Ray cluster that it names.
 
-    tell: called with lane, what is being loaded, and the fraction done. card: the model's, once started.
+    tell: called with lane, what is being loaded, and the fraction done. launcher: where encoders come from, when not from
+    where the settings say. card: the model's, once started.
     """
 
-    def __init__(self, model: str, settings: Settings, tell: Callable[[int, str, float], None] | None = None) -> None:
-        self.lanes = settings.workers
+    def __init__(
+        self,
+        model: str,
+        settings: Settings,
+        tell: Callable[[int, str, float], None] | None = None,
+        launcher: Launcher | None = None,
+    ) -> None:
+        self._launcher = launcher or _launcher(model, settings)
+        self.lanes = self._launcher.most
         self.fuses = False
         self.on_lane_lost: Callable[[int], None] = _nothing
         self.card: dict[str, Any] = {}
         self.restarts = 0
-        self._model = model
         self._settings = settings
         self._tell = tell or _silent
         self._lanes = [_Lane(number) for number in range(self.lanes)]
         self._numbers = itertools.count(1)  # tickets and batches; 0 is the start
-        self._keepers: list[asyncio.Task[None]] = []
+        self._scaling: asyncio.Task[None] | None = None
 
     # --- start and end ---
 
     async def start(self, pool: StagingPool) -> None:
-        """Start all processes at once. Raises StartupError as loading does; then none is left."""
+        """Start all encoders at once. Raises StartupError as loading does; then none is left."""
         self._loop = asyncio.get_running_loop()
-        self._staging_fd = pool.fd
-        starting = [asyncio.ensure_future(self._launch(lane)) for lane in self._lanes]
+        starting: list[asyncio.Task[None]] = []
         try:
+            await self._launcher.open(pool)
+            starting = [asyncio.ensure_future(self._launch(lane)) for lane in self._lanes[: self._launcher.least]]
             await asyncio.gather(*starting)
         except BaseException:
             for task in starting:
@@ -81,50 +96,92 @@ class WorkerPool:
             await self.stop()
             raise
         self.fuses = fuses(self._settings, self.card["device"])
-        self._keepers = [asyncio.ensure_future(self._keep_up(lane)) for lane in self._lanes]
+        for lane in self._lanes[: self._launcher.least]:
+            lane.keeper = asyncio.ensure_future(self._keep_up(lane))
+        if self._launcher.least < self._launcher.most:
+            self._scaling = asyncio.ensure_future(self._scale())
 
     async def stop(self) -> None:
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        up = [lane.process for lane in self._lanes if lane.process is not None]
-        await asyncio.gather(*(process.stop() for process in up))
-        for lane in self._lanes:
-            lane.process = None
-            if lane.watch is not None:
-                lane.watch.cancel()
-            self._forget_all(lane)
+        if self._scaling is not None:
+            self._scaling.cancel()
+            await asyncio.gather(self._scaling, return_exceptions=True)
+        await asyncio.gather(*(self._give_up(lane) for lane in self._lanes))
+        await self._launcher.close()
 
     async def _launch(self, lane: _Lane) -> None:
-        process = WorkerProcess(lane.number, lambda message: self._take(lane, message))
+        def take(message: FromEncoder) -> None:
+            self._take(lane, message)
 
         def tell(what: str, fraction: float) -> None:
             self._tell(lane.number, what, fraction)
 
-        self.card = await process.launch(self._model, self._settings, self._staging_fd, tell)
-        lane.process = process
+        lane.process = process = await self._launcher.launch(lane.number, take, tell)
+        self.card = process.card
+        log.info("lane %d is up: encoder process %d %s", lane.number, process.pid, process.node)
 
     async def _keep_up(self, lane: _Lane) -> None:
-        """Replace the process of a lane whenever it ends."""
-        delay = BACKOFF
+        """Have an encoder up in a lane, and replace it whenever it ends."""
+        delay = 0.0
         while True:
-            assert lane.process is not None, "a lane that is kept up has a process"
+            while lane.process is None:
+                await asyncio.sleep(delay)
+                delay = min(max(2 * delay, BACKOFF), LONGEST_BACKOFF)
+                try:
+                    await self._launch(lane)
+                except TectumError as error:
+                    log.error("lane %d cannot be started: %s", lane.number, error)
             process, began = lane.process, self._loop.time()
             await asyncio.shield(process.gone)
             log.error("encoder process %d (lane %d) ended; it is replaced", process.pid, lane.number)
             lane.process = None
             self._forget_all(lane)
             self.on_lane_lost(lane.number)
-            delay = BACKOFF if self._loop.time() - began > PROVEN else delay
-            while lane.process is None:
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, LONGEST_BACKOFF)
-                self.restarts += 1
-                try:
-                    await self._launch(lane)
-                except TectumError as error:
-                    log.error("lane %d cannot be started again: %s", lane.number, error)
-            log.warning("lane %d is up again as process %d", lane.number, lane.process.pid)
+            self.restarts += 1
+            delay = BACKOFF if self._loop.time() - began > PROVEN else max(delay, BACKOFF)
+
+    async def _give_up(self, lane: _Lane) -> None:
+        """End a lane's encoder for good; whatever it still had to do fails."""
+        keeper, lane.keeper = lane.keeper, None
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+        process, lane.process = lane.process, None
+        if process is not None:
+            await process.stop()
+        if lane.watch is not None:
+            lane.watch.cancel()
+            lane.watch = None
+        self._forget_all(lane)
+        lane.leaving = False
+
+    # --- as many as the work needs ---
+
+    async def _scale(self) -> None:
+        """Add and take away encoders as the queue grows and shrinks."""
+        scaler = Scaler(self._launcher.least, self._launcher.most, self._settings.replica_patches)
+        while True:
+            await asyncio.sleep(LOOK_EVERY)
+            for lane in self._lanes:
+                if lane.leaving and not lane.pending and not lane.queued:
+                    log.warning("lane %d is idle and given up", lane.number)
+                    await self._give_up(lane)
+            kept = [lane for lane in self._lanes if lane.keeper is not None and not lane.leaving]
+            wanted = scaler.wanted(len(kept), self._queued_patches(), self._loop.time())
+            for lane in kept[wanted:]:
+                lane.leaving = True
+            spare = [lane for lane in self._lanes if lane not in kept]
+            for lane in spare[: max(wanted - len(kept), 0)]:
+                self._take_up(lane)
+
+    def _take_up(self, lane: _Lane) -> None:
+        """Have a lane kept up (again)."""
+        lane.leaving = False
+        if lane.keeper is None:
+            log.warning("lane %d is started: %d patches are queued", lane.number, self._queued_patches())
+            lane.keeper = asyncio.ensure_future(self._keep_up(lane))
+
+    def _queued_patches(self) -> int:
+        return sum(sum(lane.queued.values()) for lane in self._lanes)
 
     def _forget_all(self, lane: _Lane) -> None:
         """Its process is gone: whoever waits for it learns that."""
@@ -138,7 +195,11 @@ class WorkerPool:
 
     async def prepare(self, request: EncodeRequest) -> PreparedPart:
         """Raises UnavailableError `worker_lost` when no process is up, or the chosen one dies."""
-        loads = {lane.number: sum(lane.queued.values()) for lane in self._lanes if lane.process is not None}
+        loads = {
+            lane.number: sum(lane.queued.values())
+            for lane in self._lanes
+            if lane.process is not None and not lane.leaving
+        }
         if not loads:
             raise _worker_lost("No encoder process is up; one is being started")
         lane = self._lanes[choose(loads, _content_hint(request))]
@@ -224,6 +285,7 @@ class WorkerPool:
             {
                 "lane": lane.number,
                 "pid": None if lane.process is None else lane.process.pid,
+                "node": "" if lane.process is None else lane.process.node,
                 "pending": len(lane.pending),
                 "queued_patches": sum(lane.queued.values()),
             }
@@ -242,6 +304,15 @@ class WorkerPool:
             lane.process.kill()
         else:
             lane.watch = self._loop.call_later(left, self._look, lane)
+
+
+def _launcher(model: str, settings: Settings) -> Launcher:
+    """Where the settings say that encoders run. Raises StartupError `missing_dependency` without Ray."""
+    if settings.ray_address is None:
+        return LocalProcesses(model, settings)
+    from tectum.workers.ray import RayActors
+
+    return RayActors(model, settings)
 
 
 def _content_hint(request: EncodeRequest) -> bytes:

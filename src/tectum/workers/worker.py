@@ -1,4 +1,5 @@
-"""An encoder process: `python -m tectum.workers.worker SOCKET_FD STAGING_FD`, started by `process.py`.
+"""An encoder process: `python -m tectum.workers.worker SOCKET_FD STAGING_FD`, started by `process.py`. On a cluster the
+same `serve` runs in a Ray actor (`afar.py`).
 
 One thread reads messages, so that what is cancelled or forgotten is dropped while a forward runs. The main thread
 works: forwards first, and between them whatever is small to prepare, since handing that to a thread costs more than doing
@@ -19,12 +20,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 from PIL import Image
 
+from tectum.bench import null
 from tectum.config import Settings
 from tectum.delivery.staging import StagingMap
 from tectum.errors import InternalError, StartupError, TectumError
@@ -43,30 +45,54 @@ CUDA_PREPARE_THREADS = 4
 
 
 class Line:
-    """The socket to the service. Any thread may send."""
+    """The socket to the service. One thread receives, any may send."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._lock = threading.Lock()
+        self._frames = Frames()
+        self._bodies: deque[bytes] = deque()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
+        """Send a message, and the raw bytes that it announces."""
         with self._lock:
             self._link.sendall(messages.frame(message))
+            if payload:
+                self._link.sendall(payload)
 
-    def receive_forever(self, handle: Callable[[bytes], None]) -> None:
-        """Call `handle` with each message's bytes until the service is gone."""
-        frames = Frames()
-        while data := self._link.recv(1 << 20):
-            for body in frames.feed(data):
-                handle(body)
+    def receive(self) -> bytes | None:
+        """The next message's bytes; None once the service is gone. Raises ValueError for what is no message."""
+        while not self._bodies:
+            data = self._link.recv(1 << 20)
+            if not data:
+                return None
+            self._bodies.extend(self._frames.feed(data))
+        return self._bodies.popleft()
+
+
+class Slots(Protocol):
+    """Where an encoder's rows go."""
+
+    def memory(self, offset: int, nbytes: int) -> memoryview:
+        """Writable bytes for the rows of one member, which the service keeps at `offset` of its staging memory."""
+
+    def hand_over(self, batch: int, slots: Sequence[memoryview], errors: Sequence[TectumError | None]) -> None:
+        """The rows are in their slots, but for members with an error; when this returns, the service has them."""
+
+
+class InPlace(StagingMap):
+    """`Slots` in the service's own staging memory."""
+
+    def hand_over(self, batch: int, slots: Sequence[memoryview], errors: Sequence[TectumError | None]) -> None:
+        """Nothing is left to do: the service sees what was written."""
 
 
 class Worker:
     """The work of one encoder process."""
 
-    def __init__(self, line: Line, staging: StagingMap, unit: Any, prepare_threads: int, all_beside: bool) -> None:
+    def __init__(self, line: Line, slots: Slots, unit: Any, prepare_threads: int, all_beside: bool) -> None:
         self._line = line
-        self._staging = staging
+        self._slots = slots
         self._unit = unit
         self._beside = ThreadPoolExecutor(prepare_threads, "tectum-prepare", initializer=_one_thread)
         self._all_beside = all_beside
@@ -128,19 +154,20 @@ class Worker:
         try:
             with self._changed:
                 inputs = [self._inputs[ticket] for ticket, _, _ in work.members]
-            slots = [self._staging.memory(offset, nbytes) for _, offset, nbytes in work.members]
+            slots = [self._slots.memory(offset, nbytes) for _, offset, nbytes in work.members]
             landing = self._unit.forward(inputs, slots)
         except Exception as error:
             self._fail(work.batch, error, "encoding")
             return
         if self._unit.on_device:
-            self._landings.submit(self._land, work, landing, started)
+            self._landings.submit(self._land, work, slots, landing, started)
         else:
-            self._land(work, landing, started)
+            self._land(work, slots, landing, started)
 
-    def _land(self, work: Encode, landing: Any, started: float) -> None:
+    def _land(self, work: Encode, slots: list[memoryview], landing: Any, started: float) -> None:
         try:
             errors = landing.wait()
+            self._slots.hand_over(work.batch, slots, errors)
         except Exception as error:
             self._fail(work.batch, error, "encoding")
             return
@@ -184,13 +211,15 @@ def _one_thread() -> None:
 
 def _load(line: Line, start: messages.Start, settings: Settings) -> Any:
     """The encoder, loaded and warm; the service hears of the progress."""
+    if start.model.startswith(null.PREFIX):
+        return null.NullUnit(start.model)
     import torch
 
     from tectum.media.policy import MediaPolicy
     from tectum.models.load import load_adapter
     from tectum.pipeline.unit import EncoderUnit
 
-    torch.set_num_threads(settings.forward_threads or max(1, ((os.cpu_count() or 1) - 1) // settings.workers))
+    torch.set_num_threads(forward_threads(settings))
     device = settings.device
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{start.lane % torch.cuda.device_count()}"
@@ -203,6 +232,13 @@ def _load(line: Line, start: messages.Start, settings: Settings) -> Any:
     unit = EncoderUnit(adapter, MediaPolicy.from_settings(settings), settings.max_request_patches)
     unit.warm_up()
     return unit
+
+
+def forward_threads(settings: Settings) -> int:
+    """Threads of a CPU forward. On Ray that is also what an encoder asks of its node."""
+    if settings.ray_address is not None:
+        return settings.forward_threads or 1
+    return settings.forward_threads or max(1, ((os.cpu_count() or 1) - 1) // settings.lanes)
 
 
 def card(adapter: Any) -> dict[str, Any]:
@@ -225,18 +261,18 @@ def card(adapter: Any) -> dict[str, Any]:
 def main(link_fd: int, staging_fd: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the service drains, and closes the socket when it is done
-    link = socket.socket(fileno=link_fd)
-    line, frames = Line(link), Frames()
-    bodies: list[bytes] = []
-    while not bodies:
-        data = link.recv(1 << 16)
-        if not data:
-            return
-        bodies = frames.feed(data)
-    start = messages.decode_for_encoder(bodies[0])
+    serve(Line(socket.socket(fileno=link_fd)), InPlace(staging_fd))
+
+
+def serve(line: Line, slots: Slots) -> None:
+    """Load what the service names and work for it. Returns when it wants nothing, or when loading failed (it is told)."""
+    body = line.receive()
+    if body is None:
+        return
+    start = messages.decode_for_encoder(body)
     assert isinstance(start, messages.Start), "the first message starts the encoder"
     settings = Settings(**start.settings)
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     try:
         unit = _load(line, start, settings)
     except TectumError as error:
@@ -249,7 +285,7 @@ def main(link_fd: int, staging_fd: int) -> None:
         return
     on_device = unit.on_device
     threads = settings.prepare_threads or (CUDA_PREPARE_THREADS if on_device else 1)
-    worker = Worker(line, StagingMap(staging_fd), unit, threads, all_beside=on_device or settings.prepare_threads > 0)
+    worker = Worker(line, slots, unit, threads, all_beside=on_device or settings.prepare_threads > 0)
     line.send(Ready(card(unit.adapter)))
     reader = threading.Thread(target=_read_until_gone, args=(line, worker), name="tectum-reader", daemon=True)
     reader.start()
@@ -258,7 +294,8 @@ def main(link_fd: int, staging_fd: int) -> None:
 
 def _read_until_gone(line: Line, worker: Worker) -> None:
     try:
-        line.receive_forever(worker.take)
+        while (body := line.receive()) is not None:
+            worker.take(body)
     except (OSError, ValueError) as error:
         log.warning("the line to the service broke: %s", type(error).__name__)
     os._exit(0)  # also out of a forward that runs: nobody waits for it any more

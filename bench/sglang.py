@@ -1,0 +1,199 @@
+"""`python -m bench.sglang`: this server against SGLang's own encoder on its own protocol, and delivery against bare pyzmq.
+
+SGLang's environment is the one whose Python stands in `SGLANG_PYTHON` (`make bench-sglang` makes it). Both sides serve the
+same checkpoint in float32 and take turns, round by round; ratios are taken within a round. SGLang's encoder runs with
+batch size 1, with one and with two threads, and its better figure of each round counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from rich.console import Console
+from rich.table import Table
+
+from bench.__main__ import ENVIRONMENT, machine, spread
+from tectum.demo.encoder_process import EncoderProcess
+from tectum.models.tiny import build_tiny_qwen2_5_vl
+
+TARGET_RATIO, TARGET_DELIVERY = 1.5, 0.9
+ROW_BYTES = 64 * 4  # of the tiny checkpoint
+STUBS = Path(__file__).parents[1] / "tests" / "compat_sglang" / "stubs"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.sglang", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="alternating rounds of each side")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8], help="concurrent clients")
+    parser.add_argument("--sides", type=int, nargs="+", default=[224, 448], help="picture sides in pixels")
+    parser.add_argument("--mebibytes", type=int, default=64, help="size of the rows of one delivery")
+    parser.add_argument("--delivery-only", action="store_true", help="leave the encoders out")
+    arguments = parser.parse_args()
+    report: dict[str, Any] = {"machine": machine(), "arguments": vars(arguments)}
+    report["delivery"] = delivery(arguments.mebibytes, max(arguments.rounds, 3))
+    if not arguments.delivery_only:
+        report["encoders"] = encoders(arguments)
+    path = Path(__file__).parent / "results" / f"sglang-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    path.write_text(json.dumps(report, indent=1))
+    show(report, path)
+    return 0
+
+
+# --- delivery ---------------------------------------------------------------------------------------------------------
+
+
+def delivery(mebibytes: int, rounds: int) -> dict[str, Any]:
+    """GB/s of this project's backend and of a bare pair, to the same kind of receiver, in turns."""
+    number = max(2048 // mebibytes, 8)
+    rates: dict[str, list[float]] = {"bare": [], "tectum": []}
+    for _ in range(rounds):
+        for side in rates:
+            rates[side].append(pair_rate(f"send-{side}", mebibytes, number))
+    ratios = [ours / bare for ours, bare in zip(rates["tectum"], rates["bare"], strict=True)]
+    return {**{side: spread(found) for side, found in rates.items()}, "ratio": spread(ratios)}
+
+
+def pair_rate(sender: str, mebibytes: int, number: int) -> float:
+    """GB/s from the moment that the first message has been read to the moment that the last one has."""
+    command = [sys.executable, "-m", "bench.zmq_pair"]
+    with subprocess.Popen([*command, "receive"], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as receiver:
+        assert receiver.stdout is not None
+        port = receiver.stdout.readline().strip()
+        arguments = [sender, port, str(mebibytes), str(number)]
+        with subprocess.Popen([*command, *arguments], stdout=subprocess.DEVNULL, env=ENVIRONMENT) as sending:
+            receiver.stdout.readline()
+            started = time.perf_counter()
+            for _ in range(number - 1):
+                receiver.stdout.readline()
+            taken = time.perf_counter() - started
+            sending.wait(60)
+        receiver.kill()
+    return (number - 1) * (mebibytes << 20) / taken / 1e9
+
+
+# --- encoders ---------------------------------------------------------------------------------------------------------
+
+
+def encoders(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Pictures a second of both, for each side and number of clients. All servers stay up; the idle ones use no CPU."""
+    results: dict[str, Any] = {}
+    with ExitStack() as open_:
+        temporary = open_.enter_context(tempfile.TemporaryDirectory(prefix="tectum-bench-"))
+        folder = build_tiny_qwen2_5_vl(Path(temporary) / "tiny")
+        flags = ("--forward-threads", "1", "--log-level", "warning", "--transfer-backend", "zmq_to_scheduler")
+        urls = {"tectum": open_.enter_context(EncoderProcess(folder, *flags)).url}
+        for threads in (1, 2):
+            log = Path(temporary) / f"sglang-{threads}.log"
+            urls[f"sglang, {threads} threads"] = open_.enter_context(sglang_encoder(folder, threads, log))
+        for side in arguments.sides:
+            for clients in arguments.clients:
+                rounds = [
+                    {name: load(url, side, clients, arguments.seconds) for name, url in urls.items()}
+                    for _ in range(arguments.rounds)
+                ]
+                results[f"{side}×{side}, {clients} client{'s' * (clients > 1)}"] = summary(rounds)
+    return results
+
+
+@contextmanager
+def sglang_encoder(folder: Path, threads: int, log: Path) -> Iterator[str]:
+    """SGLang's own encoder as a process; its URL, once it is healthy."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(STUBS),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_HOST_IP": "127.0.0.1",
+        "SGLANG_ENCODER_MAX_BATCH_SIZE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = (
+        f"{os.environ['SGLANG_PYTHON']} -W ignore -m sglang.launch_server --encoder-only --device cpu --dtype float32"
+    )
+    command += f" --encoder-transfer-backend zmq_to_scheduler --mm-attention-backend sdpa --port {port}"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command.split(), "--model-path", str(folder)], env=environment, stdout=output, stderr=output
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_healthy(process, url, log)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if httpx2.get(f"{url}/health", timeout=60).status_code == 200:
+                return
+        except httpx2.TransportError:
+            time.sleep(0.5)
+    raise RuntimeError(f"SGLang's encoder did not start: {log.read_text()[-1000:]}")
+
+
+def load(url: str, side: int, clients: int, seconds: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", "bench.sglang_load", url, str(side), str(clients), str(seconds), str(ROW_BYTES)]
+    output = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=seconds + 120)
+    if output.returncode:
+        raise RuntimeError(f"the load failed: {output.stderr[-600:]}")
+    result = json.loads(output.stdout)
+    return {**result, "rate": result["pictures"] / result["seconds"]}
+
+
+def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    ours = [one["tectum"]["rate"] for one in rounds]
+    theirs = [max(side["rate"] for name, side in one.items() if name != "tectum") for one in rounds]
+    ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
+    return {"tectum": spread(ours), "sglang": spread(theirs), "ratio": spread(ratios), "rounds": rounds}
+
+
+def show(report: dict[str, Any], path: Path) -> None:
+    console = Console()
+    table = Table(title="on SGLang's protocol: medians (min–max) of the rounds", title_justify="left")
+    for name in ("", "Tectum", "SGLang / bare pyzmq", "ratio", "target"):
+        table.add_column(name, justify="left" if not name else "right")
+    found = report["delivery"]
+    size = f"delivery of {report['arguments']['mebibytes']} MiB, GB/s"
+    table.add_row(size, _cell(found["tectum"], ".2f"), _cell(found["bare"], ".2f"), *_ratio(found, TARGET_DELIVERY))
+    for name, one in report.get("encoders", {}).items():
+        cells = _cell(one["tectum"], ".1f"), _cell(one["sglang"], ".1f")
+        table.add_row(f"{name}, pictures/s", *cells, *_ratio(one, TARGET_RATIO))
+    console.print(table)
+    console.print(f"written to {path}", highlight=False)
+
+
+def _cell(found: dict[str, float], form: str) -> str:
+    return f"{found['median']:{form}} ({found['min']:{form}}–{found['max']:{form}})"
+
+
+def _ratio(found: dict[str, Any], target: float) -> tuple[str, str]:
+    met = found["ratio"]["median"] >= target
+    return _cell(found["ratio"], ".2f"), f"≥ {target} {'met' if met else 'MISSED'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""Delivery over ZeroMQ, as SGLang's receivers take it: PUSH to a PULL socket, metadata and rows as two frames.
+
+Owns the connections: one for each receiver, kept while it is of use, closed when it idles or its peer goes, and limited
+in number. Rows go out of staging memory itself; a send ends only after libzmq has let go of that memory.
+
+ZeroMQ acknowledges nothing and calls a message sent whose peer was killed half-way. So the kernel is asked: a delivery
+counts when the peer's kernel has acknowledged every byte of it (`tcpi_bytes_acked`), and it fails when the connection
+ends before. What the peer's process does with bytes that its kernel took is beyond any sender's knowledge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Self
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from tectum.config import Settings
+from tectum.delivery.base import StagedRows, row_bytes
+from tectum.delivery.sglang_frames import Names, embedding_message, error_message, names_of
+from tectum.errors import DeliveryError, TectumError
+from tectum.types import Destination
+
+#: ZeroMQ sockets that a connection takes: its own, and both ends of its monitor
+_SOCKETS_EACH = 3
+#: where `tcpi_bytes_acked` (u64) stands in Linux's `struct tcp_info`
+_BYTES_ACKED = 120
+#: seconds between two looks at the kernel's counter, at first and at most: there is no event for it
+_FIRST_LOOK, _LAST_LOOK = 0.0005, 0.02
+
+
+class ZmqBackend:
+    """Sends to any number of receivers at once; none waits for another."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._names: Names = names_of(settings.sglang_version)
+        self._most = settings.max_receivers
+        self._idle = settings.receiver_idle
+        self._connections: OrderedDict[str, _Connection] = OrderedDict()  # least recently used first
+
+    async def send(self, staged: StagedRows, destination: Destination) -> None:
+        message = embedding_message(staged.metadata, self._names)
+        connection = self._connection(destination.address)
+        with connection:
+            await connection.push(message, await row_bytes(staged))
+
+    async def notify(self, req_id: str, destination: Destination, error: TectumError) -> None:
+        with self._connection(destination.address) as connection:
+            await connection.push(error_message(req_id, error, self._names))
+
+    async def complete(self, staged: StagedRows, destination: Destination) -> None:
+        """Tell a receiver that its rows lie where it wanted them: the metadata alone."""
+        with self._connection(destination.address) as connection:
+            await connection.push(embedding_message(staged.metadata, self._names))
+
+    def open_connections(self) -> int:
+        return len(self._connections)
+
+    def _connection(self, endpoint: str) -> _Connection:
+        """The connection to `endpoint`, made where there is none. Raises DeliveryError when all are in use."""
+        connection = self._connections.get(endpoint)
+        if connection is None:
+            self._make_room()
+            connection = _Connection(self._context, endpoint, self._idle, self._forget)
+            self._connections[endpoint] = connection
+        self._connections.move_to_end(endpoint)
+        return connection
+
+    def _make_room(self) -> None:
+        if len(self._connections) < self._most:
+            return
+        idle = next((connection for connection in self._connections.values() if not connection.users), None)
+        if idle is None:
+            text = f"Rows are on their way to {self._most} receivers, the most allowed at once (--max-receivers)"
+            raise DeliveryError("send_failed", text)
+        idle.close()
+
+    def _forget(self, connection: _Connection) -> None:
+        if self._connections.get(connection.endpoint) is connection:
+            del self._connections[connection.endpoint]
+
+    async def __aenter__(self) -> Self:
+        self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, _SOCKETS_EACH * self._most + 16)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for connection in list(self._connections.values()):
+            connection.close()
+        self._context.destroy(linger=0)
+
+
+class _Connection:
+    """A PUSH socket to one receiver, used as a context: closed when nobody has used it for `idle` seconds."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, endpoint: str, idle: float, on_close: Callable[[_Connection], None]
+    ) -> None:
+        self.endpoint = endpoint
+        self.users = 0
+        self._idle = idle
+        self._on_close = on_close
+        self._loop = asyncio.get_running_loop()
+        self._up: asyncio.Future[None] = self._loop.create_future()
+        self._lost: asyncio.Future[None] = self._loop.create_future()
+        self._acknowledged: _Acknowledged | None = None
+        self._end = 0  # where the last message ends among the bytes that libzmq was given
+        self._timer: asyncio.TimerHandle | None = None
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # what is queued dies with its peer: the next one there is another
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # what may wait is bounded by the staging budget
+        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        self._events = self._socket.get_monitor_socket(
+            zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self._watcher = self._loop.create_task(self._watch())
+        self._socket.connect(endpoint)
+
+    async def push(self, head: bytes, body: memoryview | None = None) -> None:
+        """Send one message; returns when the peer's kernel has all of it. Raises DeliveryError `send_failed`.
+
+        However it ends, nothing reads `body` afterwards. A message that is given up on its way takes the connection with
+        it, and all that is queued there: a peer that stalls for one stalls for all.
+        """
+        await self._unless_lost(self._up)
+        if self._lost.done():
+            raise _gone()
+        freed: asyncio.Future[None] = self._loop.create_future()
+        queued = self._queue(head, body, freed)
+        try:
+            await self._unless_lost(queued)
+            self._end += _on_the_wire(head) + (0 if body is None else _on_the_wire(body))
+            await self._arrival(self._end, freed)
+        except BaseException:
+            queued.cancel()
+            self.close()
+            raise
+        finally:
+            await _outlast(freed)
+
+    def _queue(self, head: bytes, body: memoryview | None, freed: asyncio.Future[None]) -> asyncio.Future[Any]:
+        """Offer one message to libzmq. No frame may be referred to afterwards, or it would never be free."""
+        frames = [_tracked(head, freed)] if body is None else [head, _tracked(body, freed)]
+        return asyncio.ensure_future(self._socket.send_multipart(frames, copy=False))
+
+    async def _unless_lost(self, future: asyncio.Future[Any]) -> None:
+        if not future.done():
+            await asyncio.wait((future, self._lost), return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
+            raise _gone()
+        future.result()
+
+    async def _arrival(self, end: int, freed: asyncio.Future[None]) -> None:
+        """Wait until the peer's kernel has acknowledged the stream up to `end`."""
+        await asyncio.wait((freed, self._lost), return_when=asyncio.FIRST_COMPLETED)
+        pause = _FIRST_LOOK
+        while not self._has_arrived(end):
+            if self._lost.done():
+                raise _gone()
+            await asyncio.wait((self._lost,), timeout=pause)
+            pause = min(2 * pause, _LAST_LOOK)
+
+    def _has_arrived(self, end: int) -> bool:
+        assert self._acknowledged is not None, "messages are queued on connections that are up"
+        return self._acknowledged.now() >= end
+
+    async def _watch(self) -> None:
+        """Follow what the connection tells about itself, until it is lost."""
+        while True:
+            event = await recv_monitor_message(self._events)
+            if event["event"] == zmq.EVENT_CONNECTED:
+                if self._acknowledged is not None:  # an earlier attempt ended before its handshake
+                    self._acknowledged.stop()
+                self._acknowledged = _Acknowledged(event["value"])
+            elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._acknowledged is not None:
+                self._acknowledged.start()
+                self._up.set_result(None)
+            elif self._up.done():
+                self.close()
+                return
+
+    def close(self) -> None:
+        """Drop the connection and whatever is queued on it. Idempotent."""
+        if self._lost.done():
+            return
+        self._lost.set_result(None)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._watcher.cancel()
+        if self._acknowledged is not None:
+            self._acknowledged.stop()
+        self._socket.disable_monitor()
+        self._events.close(linger=0)
+        self._socket.close(linger=0)
+        self._on_close(self)
+
+    def __enter__(self) -> Self:
+        self.users += 1
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.users -= 1
+        if self.users or self._lost.done():
+            return
+        if not self._up.done():
+            self.close()
+        else:
+            self._timer = self._loop.call_later(self._idle, self.close)
+
+
+class _Acknowledged:
+    """How many bytes of a connection the peer's kernel has acknowledged since `start`.
+
+    Looks at the connection through a descriptor of its own, so that the last count can be read when libzmq has closed
+    its own.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=os.dup(descriptor))
+        self._base = 0
+        self._last = 0
+
+    def start(self) -> None:
+        """From here on: called when the handshake is over and no message has been queued."""
+        self._base = self._read()
+
+    def now(self) -> int:
+        if self._socket.fileno() >= 0:
+            self._last = self._read()
+        return self._last - self._base
+
+    def stop(self) -> None:
+        self.now()
+        self._socket.close()
+
+    def _read(self) -> int:
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        count: int = struct.unpack_from("=Q", info, _BYTES_ACKED)[0]
+        return count
+
+
+def _on_the_wire(frame: bytes | memoryview) -> int:
+    """Bytes of a frame with its header (ZMTP 3.1, section 'Framing')."""
+    return len(frame) + (2 if len(frame) < 256 else 9)
+
+
+def _tracked(data: bytes | memoryview, freed: asyncio.Future[None]) -> zmq.Frame:
+    """A frame over `data` itself; `freed` is done when libzmq has let go of it.
+
+    pyzmq offers only a tracker to block on. Its event is set from pyzmq's thread, and here tells the loop.
+    """
+    loop = freed.get_loop()
+
+    def tell() -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(freed.set_result, None)
+
+    frame = zmq.Frame(data, track=True, copy=False)
+    for event in frame.tracker.events:
+        event.set = tell
+    return frame
+
+
+async def _outlast(future: asyncio.Future[None]) -> None:
+    """Wait until `future` is done, however often the waiting is cancelled."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait((future,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+def _gone() -> DeliveryError:
+    return DeliveryError("send_failed", "The receiver closed its connection before all of its rows had arrived")

@@ -1,0 +1,291 @@
+"""Discovery: an encoder announces itself at bootstrap servers, and `tectum bootstrap` is such a server.
+
+The protocol is SGLang's (`/register_encoder_url`, `/unregister_encoder_url`, `/list_encoder_urls`). SGLang's own servers
+forget everything when they restart, and take a registration for a sign of health: so an encoder registers again and again,
+while it is healthy and no longer. Our server keeps leases beside, and looks at each encoder's health itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import httpx2
+import msgspec
+import uvicorn
+from fastapi import FastAPI
+from msgspec import Meta, Struct
+from rich.console import Console
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tectum.config import Settings, is_loopback
+from tectum.errors import BadRequestError, StartupError, TectumError, UnavailableError
+from tectum.serving import problems
+from tectum.serving.guard import Tokens
+from tectum.serving.health import Health
+from tectum.serving.listen import bind, bracketed
+
+log = logging.getLogger("tectum.discovery")
+
+#: seconds that one call to a bootstrap server, or one probe of an encoder, may take
+CALL_TIMEOUT = 2.0
+#: probes in a row that an encoder may miss before it is no longer listed: one may fail under load
+MISSES = 3
+#: most encoders that a bootstrap server keeps
+MOST_ENCODERS = 10_000
+#: bytes of a call to a bootstrap server
+MOST_BODY = 4096
+_SCHEMES = frozenset({"http", "https", "grpc"})
+
+
+# --- the encoder's side -----------------------------------------------------------------------------------------------
+
+
+def bootstrap_urls(settings: Settings) -> list[str]:
+    """The servers to register at. Raises StartupError `invalid_settings` for one that is no http(s) URL."""
+    urls = [url.strip().rstrip("/") for url in settings.encoder_register_urls.split(",") if url.strip()]
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise StartupError("invalid_settings", f"encoder_register_urls: {url[:80]} is no http or https URL")
+    if urls and settings.advertise_url is None and settings.host.strip("[]") in ("0.0.0.0", "::"):  # noqa: S104
+        text = f"advertise_url: give the URL at which others reach this encoder; {settings.host} is every address"
+        raise StartupError("invalid_settings", text)
+    return urls
+
+
+@asynccontextmanager
+async def announced(servers: Sequence[str], url: str, health: Health, settings: Settings) -> AsyncIterator[None]:
+    """Inside, `url` is registered at each of `servers`, anew every interval while healthy; on leaving it is taken out."""
+    if not servers:
+        yield
+        return
+    headers = _authorization(settings.encoder_register_token_file)
+    async with httpx2.AsyncClient(timeout=CALL_TIMEOUT, headers=headers, trust_env=False) as http:
+        beats = [
+            asyncio.create_task(_keep_registered(http, server, url, health, settings.register_interval))
+            for server in servers
+        ]
+        try:
+            yield
+        finally:
+            for beat in beats:
+                beat.cancel()
+            await asyncio.gather(*beats, return_exceptions=True)
+            await asyncio.gather(*(_unregister(http, server, url) for server in servers))
+
+
+def _authorization(path: Path | None) -> dict[str, str]:
+    """Raises StartupError `invalid_settings` for a token file that holds none."""
+    if path is None:
+        return {}
+    try:
+        return {"Authorization": f"Bearer {path.read_text().splitlines()[0].strip()}"}
+    except (OSError, UnicodeDecodeError, IndexError):
+        raise StartupError("invalid_settings", f"encoder_register_token_file: {path} cannot be read") from None
+
+
+async def _keep_registered(http: httpx2.AsyncClient, server: str, url: str, health: Health, interval: float) -> None:
+    """Register at one server for ever; a server that is away is tried again at the next beat."""
+    known = None
+    while True:
+        if health.good():
+            known = _tell_change(known, await _register(http, server, url), server)
+        await asyncio.sleep(interval)
+
+
+async def _register(http: httpx2.AsyncClient, server: str, url: str) -> str:
+    """What came of it: `registered`, or why not."""
+    try:
+        answer = await http.post(f"{server}/register_encoder_url", json={"url": url})
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        return f"not registered ({type(error).__name__})"
+    return "registered" if answer.status_code == 200 else f"not registered (status {answer.status_code})"
+
+
+def _tell_change(before: str | None, now: str, server: str) -> str:
+    if now != before:
+        log.log(logging.INFO if now == "registered" else logging.WARNING, "bootstrap %s: %s", _shown(server), now)
+    return now
+
+
+async def _unregister(http: httpx2.AsyncClient, server: str, url: str) -> None:
+    with suppress(httpx2.HTTPError, httpx2.InvalidURL):
+        await http.request("DELETE", f"{server}/unregister_encoder_url", json={"url": url})
+
+
+def _shown(url: str) -> str:
+    """A URL without the secret that it may hold."""
+    split = urlsplit(url)
+    return f"{split.scheme}://{split.netloc.rpartition('@')[2]}"
+
+
+# --- the server's side ------------------------------------------------------------------------------------------------
+
+
+class Registry:
+    """Which encoders there are. A lease is renewed by a registration and by a probe that went well.
+
+    Reads no clock: `now` is handed in, in seconds.
+    """
+
+    def __init__(self, lease: float) -> None:
+        self._lease = lease
+        self._until: dict[str, float] = {}
+        self._missed: dict[str, int] = {}
+
+    def register(self, url: str, now: float) -> None:
+        """Raises UnavailableError `overloaded` when there is no room."""
+        self._expire(now)
+        if url not in self._until and len(self._until) >= MOST_ENCODERS:
+            raise UnavailableError("overloaded", f"{MOST_ENCODERS} encoders are registered; no more are kept")
+        self._until[url] = now + self._lease
+        self._missed.setdefault(url, 0)
+
+    def unregister(self, url: str) -> None:
+        self._until.pop(url, None)
+        self._missed.pop(url, None)
+
+    def probed(self, url: str, well: bool, now: float) -> None:
+        """What a probe found; an encoder taken out in the meantime stays out."""
+        if url not in self._until:
+            return
+        self._missed[url] = 0 if well else self._missed[url] + 1
+        if well:
+            self._until[url] = now + self._lease
+
+    def listed(self, now: float) -> list[str]:
+        """Encoders with a lease that have not missed too many probes, in the order in which they came."""
+        self._expire(now)
+        return [url for url in self._until if self._missed[url] < MISSES]
+
+    def all(self, now: float) -> list[str]:
+        self._expire(now)
+        return list(self._until)
+
+    def _expire(self, now: float) -> None:
+        for url in [url for url, until in self._until.items() if until <= now]:
+            self.unregister(url)
+
+
+class UrlBody(Struct):
+    url: Annotated[str, Meta(min_length=1, max_length=300)]
+
+
+_DECODER = msgspec.json.Decoder(UrlBody)
+
+
+def _url(body: bytes) -> str:
+    """Raises BadRequestError `invalid_request` for what holds no encoder's URL."""
+    try:
+        return _checked(_DECODER.decode(body).url)
+    except (msgspec.MsgspecError, ValueError):
+        raise BadRequestError("invalid_request", "url: the body is not JSON with the URL of an encoder") from None
+
+
+def bootstrap_app(registry: Registry, token_file: Path | None, probe_interval: float) -> FastAPI:
+    """The bootstrap server: SGLang's three calls, and `/health`. Raises StartupError for a token file that is none."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        probing = asyncio.create_task(_probe_forever(registry, probe_interval, time.monotonic))
+        yield
+        probing.cancel()
+        await asyncio.gather(probing, return_exceptions=True)
+
+    app = FastAPI(title="Tectum bootstrap", lifespan=lifespan, redoc_url=None)
+    problems.install(app)
+
+    @app.get("/health", summary="The server answers")
+    async def alive() -> Response:
+        return Response("OK")
+
+    @app.post("/register_encoder_url", summary="Keep an encoder for the length of a lease")
+    async def register(request: Request) -> Response:
+        registry.register(_url(await request.body()), time.monotonic())
+        return Response("OK")
+
+    @app.delete("/unregister_encoder_url", summary="Take an encoder out")
+    async def unregister(request: Request) -> Response:
+        registry.unregister(_url(await request.body()))
+        return Response("OK")
+
+    @app.get("/list_encoder_urls", summary="Encoders that are alive and well")
+    async def listed() -> Response:
+        return JSONResponse({"encoder_urls": registry.listed(time.monotonic())})
+
+    app.add_middleware(_Gate, tokens=None if token_file is None else Tokens(token_file))
+    return app
+
+
+class _Gate:
+    """Before the three calls: the token, and a body of a declared and small size."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens | None) -> None:
+        self._app = app
+        self._tokens = tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope["path"], dict(scope["headers"])) if scope["type"] == "http" else None
+        await (self._app if refusal is None else problems.problem_response(refusal))(scope, receive, send)
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> TectumError | None:
+        known = self._tokens is None or path == "/health"
+        if not known and self._tokens is not None and not self._tokens.accept(headers.get(b"authorization", b"")):
+            return BadRequestError("unauthorized", "A bearer token is needed: Authorization: Bearer …")
+        length = headers.get(b"content-length", b"0")
+        if b"transfer-encoding" in headers or not length.isdigit() or int(length) > MOST_BODY:
+            return BadRequestError(
+                "body_too_large", f"The body is larger than {MOST_BODY} bytes, or its size not declared"
+            )
+        return None
+
+
+def serve_bootstrap(host: str, port: int, token_file: Path | None, lease: float, probe_interval: float) -> int:
+    """`tectum bootstrap`: serve until SIGTERM or SIGINT. Raises StartupError: `port_in_use`, `invalid_settings`."""
+    if not is_loopback(host) and token_file is None:
+        text = f"host {host} is reachable from outside: give --token-file, or listen on 127.0.0.1"
+        raise StartupError("invalid_settings", text)
+    app = bootstrap_app(Registry(lease), token_file, probe_interval)
+    with bind(host, port) as listener:
+        shown, taken = listener.getsockname()[:2]
+        Console(stderr=True).print(f"bootstrap on http://{bracketed(shown)}:{taken}", highlight=False, soft_wrap=True)
+        config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False)
+        uvicorn.Server(config).run(sockets=[listener])
+    return 0
+
+
+def _checked(url: str) -> str:
+    """Raises BadRequestError `invalid_request` for what cannot be an encoder's URL."""
+    try:
+        split = urlsplit(url)
+        usable = split.scheme in _SCHEMES and bool(split.hostname) and split.port != 0
+    except ValueError:
+        usable = False
+    if not usable or any(c.isspace() or not c.isprintable() for c in url):
+        raise BadRequestError("invalid_request", "url: not the http, https or grpc URL of an encoder")
+    return url.rstrip("/")
+
+
+async def _probe_forever(registry: Registry, interval: float, clock: Callable[[], float]) -> None:
+    """Ask every encoder's `/health`, which tells of its progress. One that speaks gRPC lives by its registrations."""
+    async with httpx2.AsyncClient(timeout=CALL_TIMEOUT, trust_env=False) as http:
+        while True:
+            urls = [url for url in registry.all(clock()) if not url.startswith("grpc:")]
+            for url, well in zip(urls, await asyncio.gather(*(_is_well(http, url) for url in urls)), strict=True):
+                registry.probed(url, well, clock())
+            await asyncio.sleep(interval)
+
+
+async def _is_well(http: httpx2.AsyncClient, url: str) -> bool:
+    try:
+        return (await http.get(f"{url}/health")).status_code == 200
+    except (httpx2.HTTPError, httpx2.InvalidURL):
+        return False

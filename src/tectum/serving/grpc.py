@@ -1,0 +1,195 @@
+"""SGLang's gRPC door: the `sglang.grpc.encoder.SglangEncoder` service, with the standard health and reflection services.
+
+The same doors as over HTTP, behind other messages. Every error of Tectum's has its gRPC status; its text is the
+status's, and the whole of it travels in the trailing metadata `tectum-problem-bin` (JSON, as over HTTP), from which
+`TectumError.from_problem` makes it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from tectum.config import Settings
+from tectum.errors import BadRequestError, InternalError, StartupError, TectumError
+from tectum.serving.bodies import convert
+from tectum.serving.guard import Tokens
+from tectum.serving.health import Health
+from tectum.serving.listen import bracketed
+from tectum.serving.sglang import Doors, EncodeBody, MetadataBody, Target, sizes
+from tectum.serving.sglang_pb import sglang_encoder_pb2 as messages
+
+log = logging.getLogger("tectum.grpc")
+
+SERVICE = "sglang.grpc.encoder.SglangEncoder"
+#: seconds between two looks at the health that a `Watch` follows
+WATCH_INTERVAL = 1.0
+#: seconds that calls in flight may take when the server stops: the pipeline was drained before
+STOP_GRACE = 1.0
+Context: TypeAlias = Any  # grpc.aio.ServicerContext: grpcio comes without types
+
+
+class Encoder:
+    """The three calls. The message of `Encode` has no modality: a `data:` URI may name one, and it must be a picture's."""
+
+    def __init__(self, doors: Doors, settings: Settings) -> None:
+        self._doors = doors
+        self._settings = settings
+
+    async def encode(self, asked: messages.EncodeRequest) -> messages.EncodeResponse:
+        """Answers with the sizes when every receiver has its rows."""
+        if any(item[:11].lower().startswith(("data:video/", "data:audio/")) for item in asked.mm_items):
+            raise BadRequestError("unsupported_modality", "gRPC encode only supports IMAGE modality")
+        body = convert(
+            EncodeBody,
+            {
+                "req_id": asked.req_id,
+                "mm_items": list(asked.mm_items),
+                "modality": "IMAGE",
+                "num_parts": asked.num_parts,
+                "part_idx": asked.part_idx,
+                "prefill_host": asked.prefill_host or None,
+                "embedding_port": list(asked.embedding_port) or None,
+            },
+        )
+        found = sizes(await self._doors.encode(body.to_request(self._settings), body.addresses()))
+        return messages.EncodeResponse(
+            **{name: found[name] for name in messages.EncodeResponse.DESCRIPTOR.fields_by_name}
+        )
+
+    async def send(self, asked: messages.SendRequest) -> messages.SendResponse:
+        """The rows are kept until as many receivers had them as `SchedulerReceiveUrl` announced."""
+        req_id = convert(MetadataBody, {"req_id": asked.req_id}).req_id
+        target = Target(
+            f"{asked.prefill_host}:{asked.embedding_port}", asked.session_id or None, asked.buffer_address or None
+        )
+        await self._doors.send(req_id, target, 0)
+        return messages.SendResponse()
+
+    async def scheduler_receive_url(
+        self, asked: messages.SchedulerReceiveUrlRequest
+    ) -> messages.SchedulerReceiveUrlResponse:
+        req_id = convert(MetadataBody, {"req_id": asked.req_id}).req_id
+        await self._doors.register(req_id, asked.receive_url, max(asked.receive_count, 1))
+        return messages.SchedulerReceiveUrlResponse()
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        calls: Mapping[str, tuple[Callable[[Any], Awaitable[Any]], Any]] = {
+            "Encode": (self.encode, messages.EncodeRequest),
+            "Send": (self.send, messages.SendRequest),
+            "SchedulerReceiveUrl": (self.scheduler_receive_url, messages.SchedulerReceiveUrlRequest),
+        }
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                name: grpc.unary_unary_rpc_method_handler(
+                    _reporting(call), request_deserializer=kind.FromString, response_serializer=_serialized
+                )
+                for name, (call, kind) in calls.items()
+            },
+        )
+
+
+def _serialized(message: Any) -> bytes:
+    return bytes(message.SerializeToString())
+
+
+def _reporting(call: Callable[[Any], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
+    """The call with its failures turned into gRPC statuses."""
+
+    async def handle(asked: Any, context: Context) -> Any:
+        try:
+            return await call(asked)
+        except TectumError as error:
+            failure = error
+        except Exception as error:
+            log.exception("a gRPC call failed")
+            failure = InternalError("internal", f"Unexpected {type(error).__name__}; the server's log has more")
+        return await _abort(context, failure)
+
+    return handle
+
+
+async def _abort(context: Context, error: TectumError) -> None:
+    metadata = [("tectum-problem-bin", json.dumps(error.to_problem()).encode())]
+    if error.retry_after is not None:
+        metadata.append(("grpc-retry-pushback-ms", str(int(error.retry_after * 1000)).encode()))
+    await context.abort(grpc.StatusCode[error.spec.grpc], error.message, tuple(metadata))
+
+
+class HealthService(health_pb2_grpc.HealthServicer):
+    """grpc.health.v1: the encoder's state at the moment of asking, for the server as a whole and for the encoder service."""
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> Any:  # noqa: N802
+        if request.service not in ("", SERVICE):
+            await context.abort(grpc.StatusCode.NOT_FOUND, "There is no such service here")
+        return self._state(request.service)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> AsyncIterator[Any]:  # noqa: N802
+        """The state, and each change of it."""
+        last = None
+        while True:
+            state = self._state(request.service)
+            if state != last:
+                yield state
+                last = state
+            await asyncio.sleep(WATCH_INTERVAL)
+
+    def _state(self, service: str) -> health_pb2.HealthCheckResponse:
+        states = health_pb2.HealthCheckResponse
+        if service not in ("", SERVICE):
+            return states(status=states.SERVICE_UNKNOWN)
+        return states(status=states.SERVING if self._health.good() else states.NOT_SERVING)
+
+
+class _TokenNeeded(grpc.aio.ServerInterceptor):
+    """Refuses calls without the bearer token, health excepted."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+        async def refuse(asked: Any, context: Context) -> None:
+            await _abort(context, BadRequestError("unauthorized", "A bearer token is needed: authorization: Bearer …"))
+
+        self._refusal = grpc.unary_unary_rpc_method_handler(refuse)
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        if details.method.startswith("/grpc.health.v1.Health/"):
+            return await continuation(details)
+        given = dict(details.invocation_metadata).get("authorization", "")
+        given = given.encode() if isinstance(given, str) else given
+        return await continuation(details) if self._tokens.accept(given) else self._refusal
+
+
+@asynccontextmanager
+async def grpc_door(doors: Doors, health: Health, settings: Settings) -> AsyncIterator[int]:
+    """The gRPC server, open on `--grpc-port`; yields the port. Raises StartupError `port_in_use`."""
+    server = grpc.aio.server(
+        interceptors=[] if settings.token_file is None else [_TokenNeeded(Tokens(settings.token_file))],
+        options=[("grpc.max_receive_message_length", settings.max_body_bytes), ("grpc.so_reuseport", 0)],
+    )
+    server.add_generic_rpc_handlers((Encoder(doors, settings).handlers(),))
+    health_pb2_grpc.add_HealthServicer_to_server(HealthService(health), server)
+    reflection.enable_server_reflection((SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
+    host = settings.host.strip("[]")
+    try:
+        port = server.add_insecure_port(f"{bracketed(host)}:{settings.grpc_port}")
+    except RuntimeError:
+        text = f"Port {settings.grpc_port} on {host} is in use; give another --grpc-port"
+        raise StartupError("port_in_use", text) from None
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(STOP_GRACE)

@@ -1,0 +1,44 @@
+"""Health, as every door tells it: whether new work is taken, and whether accepted work gets done."""
+
+from __future__ import annotations
+
+from tectum.config import Settings
+from tectum.errors import TectumError, UnavailableError
+from tectum.pipeline.pipeline import Pipeline
+from tectum.workers.pool import WorkerPool
+
+#: of `--stall-timeout`: an encoder that finishes nothing for so long is called unhealthy, before it is replaced
+STALLED_SHARE = 0.75
+
+
+class Health:
+    """The state of one server. None of its answers waits for work."""
+
+    def __init__(self, pipeline: Pipeline, pool: WorkerPool, settings: Settings) -> None:
+        self._pipeline = pipeline
+        self._pool = pool
+        self._stall_timeout = settings.stall_timeout
+
+    def check_ready(self) -> None:
+        """Raises UnavailableError: `shutting_down`, `worker_lost`."""
+        if self._pipeline.ledger.closing:
+            raise UnavailableError("shutting_down", "The encoder is shutting down", retry_after=1.0)
+        if not self._pool.up:
+            raise UnavailableError("worker_lost", "No encoder process is up; one is being started", retry_after=1.0)
+
+    def check_progress(self) -> float:
+        """Seconds that pending work has not moved for. Raises UnavailableError `encoder_stalled` when that is too long."""
+        stalled = self._pool.stalled_for()
+        if stalled > STALLED_SHARE * self._stall_timeout:
+            text = f"An encoder has pending work and finished no step of it for {stalled:.0f} s"
+            raise UnavailableError("encoder_stalled", text, retry_after=5.0)
+        return stalled
+
+    def good(self) -> bool:
+        """Whether both hold."""
+        try:
+            self.check_ready()
+            self.check_progress()
+        except TectumError:
+            return False
+        return True

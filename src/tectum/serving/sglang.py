@@ -1,0 +1,353 @@
+"""SGLang's doors: what its language-only server asks of an encoder, on the same pipeline as the native door.
+
+Owns SGLang's bodies, answers and error form, and nothing behind them. An answer to `/encode` comes when every receiver
+has its rows; a registration is held until its request is there; whatever ends badly says why, in words that may be shown
+to the end user, with a status that `http.HTTPStatus` knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+from urllib.parse import quote
+
+import msgspec
+from fastapi import APIRouter
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tectum.config import Settings
+from tectum.delivery.base import Deliveries, MooncakeDestination, split_address, zmq_destination
+from tectum.delivery.sglang_frames import row_width
+from tectum.errors import BadRequestError, DeliveryError, LifecycleError, StartupError, TectumError
+from tectum.lifecycle.events import Milestone
+from tectum.pipeline.pipeline import Pipeline
+from tectum.serving.bodies import ReqId, decode
+from tectum.serving.health import Health
+from tectum.serving.native import Answer
+from tectum.serving.presence import Caller
+from tectum.types import Destination, EncodeRequest, MediaItem, Modality, RequestMetadata
+
+#: the paths of these doors; their errors have SGLang's form
+PATHS = frozenset({"/encode", "/send", "/scheduler_receive_url", "/scheduler_receive_meta_data"})
+_FETCHED = ("http:", "https:", "data:", "file:")
+_PICTURE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+_LONGEST_PATH = 4096
+_JSON = {"content-type": "application/json"}
+
+
+Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class ItemBody(Struct):
+    """An item with options beside its source. What the client says of its content (`content_hash`) is not relied on."""
+
+    url: Annotated[str, Meta(min_length=1)]
+
+
+class EncodeBody(Struct):
+    """One part of a user's request. Further fields are SGLang's own and change nothing here.
+
+    A list of one may stand as its only element, as SGLang's client does it.
+    """
+
+    req_id: ReqId
+    mm_items: str | ItemBody | Annotated[list[str | ItemBody], Meta(min_length=1)]
+    modality: Literal["IMAGE", "VIDEO", "AUDIO", "image", "video", "audio"]
+    num_parts: Annotated[int, Meta(ge=1, le=4096)]
+    part_idx: Annotated[int, Meta(ge=0, le=4095)]
+    prefill_host: Annotated[str, Meta(max_length=256)] | None = None
+    embedding_port: Port | Annotated[list[Port], Meta(max_length=1024)] | None = None
+    deadline_ms: Annotated[int, Meta(ge=1, le=3_600_000)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.part_idx >= self.num_parts:
+            raise ValueError("part_idx must be below num_parts")
+        if self.embedding_port and not self.prefill_host:
+            raise ValueError("embedding_port needs prefill_host")
+
+    def addresses(self) -> list[str]:
+        """Where the rows go that no registration will ask for: none for `zmq_to_scheduler` and mooncake."""
+        ports = [self.embedding_port] if isinstance(self.embedding_port, int) else self.embedding_port
+        return [f"{self.prefill_host}:{port}" for port in ports or ()]
+
+    def to_request(self, settings: Settings) -> EncodeRequest:
+        """Raises BadRequestError `request_too_large` or `unsupported_modality`."""
+        items = self.mm_items if isinstance(self.mm_items, list) else [self.mm_items]
+        return encode_request(
+            [item if isinstance(item, str) else item.url for item in items],
+            Modality[self.modality.upper()],
+            settings,
+            req_id=self.req_id,
+            num_parts=self.num_parts,
+            part_idx=self.part_idx,
+            deadline_ms=self.deadline_ms,
+        )
+
+
+class RegisterBody(Struct):
+    """One receiver (a tensor-parallel rank) that wants the rows of one part."""
+
+    req_id: ReqId
+    receive_url: Annotated[str, Meta(max_length=300)]
+    receive_count: Annotated[int, Meta(ge=1, le=4096)]
+
+
+class MetadataBody(Struct):
+    """A receiver that allocates for one part."""
+
+    req_id: ReqId
+
+
+class SendBody(Struct):
+    """A receiver that has allocated for one part."""
+
+    req_id: ReqId
+    prefill_host: Annotated[str, Meta(min_length=1, max_length=256)]
+    embedding_port: Port
+    session_id: Annotated[str, Meta(min_length=3, max_length=300)] | None = None
+    buffer_address: Annotated[int, Meta(ge=0)] | None = None
+    receive_count: Annotated[int, Meta(ge=1, le=4096)] = 1
+
+    def target(self) -> Target:
+        return Target(f"{self.prefill_host}:{self.embedding_port}", self.session_id, self.buffer_address)
+
+
+class Target(NamedTuple):
+    """Where one receiver wants its rows: pushed to `address`; or by Mooncake into its memory, and told at `address`."""
+
+    address: str
+    session_id: str | None = None
+    buffer_address: int | None = None
+
+
+def sizes(metadata: RequestMetadata) -> dict[str, Any]:
+    """What a receiver has to know to allocate: bytes, rows and columns, deepstack layers counted as columns."""
+    return {
+        "req_id": metadata.req_id,
+        "part_idx": metadata.part_idx,
+        "embedding_size": metadata.nbytes,
+        "embedding_len": metadata.rows,
+        "embedding_dim": row_width(metadata),
+    }
+
+
+def encode_request(sources: Sequence[str], modality: Modality, settings: Settings, **facts: Any) -> EncodeRequest:
+    """The request for `sources` as SGLang writes them. Raises BadRequestError `request_too_large`, `unsupported_modality`."""
+    if modality is not Modality.IMAGE:
+        text = f"SGLang's receiver needs facts about {modality} that this encoder does not have yet; send images"
+        raise BadRequestError("unsupported_modality", text)
+    if len(sources) > settings.max_items:
+        text = f"The request has {len(sources)} items, more than --max-items {settings.max_items}"
+        raise BadRequestError("request_too_large", text)
+    return EncodeRequest(items=tuple(media_item(source, modality) for source in sources), **facts)
+
+
+def media_item(source: str, modality: Modality) -> MediaItem:
+    """An item as SGLang writes it: a URL, the path of a file, or base64 without any mark."""
+    if source[:8].lower().startswith(_FETCHED):
+        return MediaItem(modality, url=source)
+    if len(source) < _LONGEST_PATH and source.lower().endswith(_PICTURE_FILES):
+        return MediaItem(modality, url="file://" + quote(source))
+    return MediaItem(modality, base64=source)
+
+
+class Receivers:
+    """Which receivers rows may be pushed to, and how their addresses are read."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises StartupError `invalid_settings` for a network that is none."""
+        names = [name.strip() for name in settings.receiver_networks.split(",") if name.strip()]
+        try:
+            self._networks = [ipaddress.ip_network(name, strict=False) for name in names]
+        except ValueError as error:
+            raise StartupError("invalid_settings", f"receiver_networks: {error}") from None
+
+    async def destination(self, address: str) -> Destination:
+        """The destination behind `host:port`, its name resolved, so that it counts as one whatever it is called (R9).
+
+        Raises BadRequestError `invalid_request` when it cannot be read or resolved, or lies in no allowed network.
+        """
+        host, port = split_address(address)
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, port)
+        except (OSError, UnicodeError):
+            raise BadRequestError("invalid_request", "The receiver's host cannot be resolved") from None
+        resolved = str(found[0][4][0])
+        if self._networks and not any(
+            ipaddress.ip_address(resolved.partition("%")[0]) in net for net in self._networks
+        ):
+            raise BadRequestError("invalid_request", "The receiver lies in none of --receiver-networks")
+        return zmq_destination(resolved, port)
+
+
+class Doors:
+    """What stands behind the routes and the gRPC calls: one pipeline, and how receivers are reached."""
+
+    def __init__(self, pipeline: Pipeline, deliveries: Deliveries, settings: Settings) -> None:
+        """Raises StartupError `invalid_settings` for receiver networks that are none."""
+        self._pipeline = pipeline
+        self._deliveries = deliveries
+        self._settings = settings
+        self._patience = settings.send_timeout
+        self._receivers = Receivers(settings)
+
+    async def encode(self, request: EncodeRequest, addresses: Sequence[str]) -> RequestMetadata:
+        """Encode; return when `addresses`, or where there are none the receivers that register, have their rows.
+
+        Raises MMError.
+        """
+        destinations = [await self._receivers.destination(address) for address in addresses]
+        return await self._pipeline.deliver(request, destinations)
+
+    async def register(self, req_id: str, address: str, receive_count: int) -> None:
+        """Have the rows of `req_id` pushed to `address`, one of `receive_count`; returns when the request is there.
+
+        A request that failed has told its receivers why; one that registers too late for that is told now, within the
+        send time-out. Its call ends well then: SGLang makes a 502 of every registration that does not, and the end user
+        would not see the reason. Raises LifecycleError when the request was released or never came.
+        """
+        destination = await self._receivers.destination(address)
+        try:
+            await self._pipeline.register_destinations(req_id, [destination], receive_count)
+        except LifecycleError:
+            raise
+        except TectumError as error:
+            try:
+                async with asyncio.timeout(self._patience):
+                    await self._deliveries.notify(req_id, destination, error)
+            except (TimeoutError, DeliveryError):
+                raise error from None
+
+    async def metadata(self, req_id: str) -> RequestMetadata:
+        """Rows, width and bytes as soon as preprocessing knows them. Raises LifecycleError, or what it failed with."""
+        return await self._pipeline.wait(req_id, Milestone.METADATA, self._settings.max_metadata_wait)
+
+    async def send(self, req_id: str, target: Target, receive_count: int) -> None:
+        """Deliver `req_id` to `target`, one of `receive_count` (0: not said); return when it has the rows.
+
+        A receiver that was served before and asks again is answered when all are. Raises LifecycleError
+        (`request_released` with its reason, `request_not_found`), DeliveryError, or what the encode failed with.
+        """
+        destination = await self._target(target)
+        with self._deliveries.receipt(req_id, destination) as receipt:
+            await self._pipeline.register_destinations(req_id, [destination], receive_count)
+            ended = asyncio.ensure_future(self._pipeline.wait(req_id, Milestone.ENDED, self._patience))
+            try:
+                await asyncio.wait((receipt, ended), return_when=asyncio.FIRST_COMPLETED)
+                (receipt if receipt.done() else ended).result()
+            finally:
+                ended.cancel()
+                await asyncio.gather(ended, return_exceptions=True)
+
+    async def _target(self, target: Target) -> Destination:
+        destination = await self._receivers.destination(target.address)
+        if self._settings.transfer_backend != "mooncake":
+            return destination
+        if target.session_id is None or not target.buffer_address:
+            raise BadRequestError("invalid_request", "Mooncake delivers to a session_id and a buffer_address")
+        await self._receivers.destination(target.session_id)
+        return MooncakeDestination(destination.address, "mooncake", target.session_id, target.buffer_address)
+
+
+_ENCODE = msgspec.json.Decoder(EncodeBody)
+_REGISTER = msgspec.json.Decoder(RegisterBody)
+_METADATA = msgspec.json.Decoder(MetadataBody)
+_SEND = msgspec.json.Decoder(SendBody)
+
+
+def router(doors: Doors, health: Health, settings: Settings) -> APIRouter:
+    """SGLang's routes: thin, each reads its body and asks one door."""
+    api = APIRouter(tags=["sglang"])
+
+    async def encode(raw: bytes) -> None:
+        body = decode(_ENCODE, raw, settings)
+        await doors.encode(body.to_request(settings), body.addresses())
+
+    async def scheduler_receive_url(raw: bytes) -> None:
+        body = decode(_REGISTER, raw, settings)
+        await doors.register(body.req_id, body.receive_url, body.receive_count)
+
+    async def scheduler_receive_meta_data(raw: bytes) -> dict[str, Any]:
+        return sizes(await doors.metadata(decode(_METADATA, raw, settings).req_id))
+
+    async def send(raw: bytes) -> None:
+        body = decode(_SEND, raw, settings)
+        await doors.send(body.req_id, body.target(), body.receive_count)
+
+    async def probe() -> Response:
+        return Response(status_code=200 if health.good() else 503)
+
+    for path, work, summary in (
+        ("/encode", encode, "Encode one part; answers when every receiver has its rows"),
+        (
+            "/scheduler_receive_url",
+            scheduler_receive_url,
+            "Register a receiver for one part, before or after its /encode",
+        ),
+        ("/scheduler_receive_meta_data", scheduler_receive_meta_data, "Sizes of one part, before its forward"),
+        ("/send", send, "Deliver one part to the receiver that asks"),
+    ):
+        api.add_api_route(path, _route(work, settings), methods=["POST"], summary=summary)
+    for path in ("/health", "/health_generate"):
+        api.add_api_route(path, probe, methods=["GET"], summary="The encoder does its work")
+    return api
+
+
+def _route(work: Callable[[bytes], Awaitable[Any]], settings: Settings) -> Callable[[Request], Awaitable[Response]]:
+    """A route that works on the raw body while its caller waits."""
+
+    async def route(request: Request) -> Response:
+        return _answer(await request.body(), work, settings)
+
+    return route
+
+
+def _answer(raw: bytes, work: Callable[[bytes], Awaitable[Any]], settings: Settings) -> Response:
+    """Do the work while the caller waits, and answer with what it returns, or in SGLang's error form."""
+
+    async def answering(caller: Caller) -> None:
+        try:
+            found = await work(raw)
+        except TectumError as error:
+            await _refuse(caller, error, _req_id(raw))
+        else:
+            await caller.answer(200, _JSON, json.dumps(found).encode())
+
+    return Answer(answering, settings.send_timeout)
+
+
+def refusal(error: TectumError) -> Response:
+    """The answer to a request that was refused before its body was read."""
+    return JSONResponse(error_body(error), error.status, _error_headers(error))
+
+
+async def _refuse(caller: Caller, error: TectumError, req_id: str | None) -> None:
+    headers = {**_JSON, **_error_headers(error)}
+    await caller.answer(error.status, headers, json.dumps(error_body(error, req_id)).encode())
+
+
+def _error_headers(error: TectumError) -> dict[str, str]:
+    headers = {} if error.retry_after is None else {"retry-after": str(math.ceil(error.retry_after))}
+    return {**headers, "www-authenticate": "Bearer"} if error.status == 401 else headers
+
+
+def _req_id(raw: bytes) -> str | None:
+    """The id in a body that was refused, where it can be read and shown."""
+    try:
+        found = json.loads(raw).get("req_id")
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return found[:256] if isinstance(found, str) and found.isprintable() else None
+
+
+def error_body(error: TectumError, req_id: str | None = None) -> dict[str, Any]:
+    """SGLang's error form, and what is known beyond it."""
+    known = {**error.to_problem(), "status": "error", "message": error.message, "req_id": req_id}
+    del known["detail"], known["title"]
+    return known

@@ -1,0 +1,338 @@
+"""Delivery over ZeroMQ against real sockets, and receivers that stall, die and never were."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from zmq.utils.garbage import gc as garbage
+
+from tectum.config import Settings
+from tectum.delivery.base import Deliveries, deliveries, split_address, zmq_destination
+from tectum.delivery.zmq import ZmqBackend
+from tectum.errors import BadRequestError, DeliveryError, StartupError
+from tectum.types import Destination
+from tests.delivery.rows import Rows
+from tests.sglang.receiver import Receiver
+
+MIB = 1024 * 1024
+
+
+def with_backend(**settings: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        async def main(*args: Any) -> None:
+            async with ZmqBackend(Settings(**settings)) as backend:
+                await test(backend, *args)
+                assert asyncio.all_tasks() - {asyncio.current_task()} <= watchers(backend)
+            await asyncio.sleep(0)
+
+        @functools.wraps(test)
+        def run() -> None:
+            asyncio.run(main())
+
+        del run.__wrapped__  # pytest would take the test's own parameters for fixtures
+        return run
+
+    return decorate
+
+
+def watchers(backend: ZmqBackend) -> set[Any]:
+    return {connection._watcher for connection in backend._connections.values()}
+
+
+def to(receiver: Receiver) -> Destination:
+    return zmq_destination(*split_address(receiver.address))
+
+
+def queued(backend: ZmqBackend, destination: Destination) -> int:
+    """Bytes that libzmq was given for a receiver."""
+    connection = backend._connections.get(destination.address)
+    return 0 if connection is None else connection._end
+
+
+def held_by_libzmq() -> set[int]:
+    """Addresses of the memory that pyzmq keeps for libzmq."""
+    return {numpy.frombuffer(held.obj, numpy.uint8).ctypes.data for held in list(garbage.refs.values())}
+
+
+def nobody() -> Destination:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return zmq_destination("127.0.0.1", free.getsockname()[1])
+
+
+async def off_loop(function: Callable[..., Any], *args: Any) -> Any:
+    return await asyncio.to_thread(function, *args)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.005)
+
+
+@with_backend()
+async def test_rows_arrive_as_they_lie(backend):
+    with Receiver() as receiver:
+        for rows in (4, 64, 16384):
+            staged = Rows(rows=rows, width=1024)
+            sending = asyncio.create_task(backend.send(staged, to(receiver)))
+            message, got = await off_loop(receiver.message)
+            await sending
+            assert torch.equal(got, staged.expected)
+            assert message.shape == [rows, 1024]
+        assert backend.open_connections() == 1
+
+
+@with_backend()
+async def test_deepstack_layers_are_woven_in_as_columns(backend):
+    with Receiver() as receiver:
+        for rows in (8, 8192):  # one slice, and several
+            staged = Rows(rows=rows, width=256, layers=3)
+            _, (_, got) = await asyncio.gather(backend.send(staged, to(receiver)), off_loop(receiver.message))
+            assert torch.equal(got, staged.expected)
+
+
+@with_backend()
+async def test_rows_are_read_out_of_staging_memory_itself(backend):
+    """While a receiver does not read, a byte changes that has not left yet: it must arrive changed."""
+    with Receiver(rcvhwm=1) as receiver:
+        staged = Rows(rows=16384, width=1024)
+        filler = [asyncio.create_task(backend.send(Rows(rows=16384, width=1024), to(receiver))) for _ in range(3)]
+        sending = asyncio.create_task(backend.send(staged, to(receiver)))
+        await until(lambda: queued(backend, to(receiver)) > 3 * 64 * MIB)
+        staged.lease.views()[0][-4:] = b"\0\0\0\0"
+        assert staged.arrays[0][-1, -1] == 0
+        for _ in range(3):
+            await off_loop(receiver.message)
+        _, got = await off_loop(receiver.message)
+        assert got[-1, -1] == 0
+        await asyncio.gather(sending, *filler)
+
+
+@with_backend()
+async def test_ipv6(backend):
+    with Receiver("::1") as receiver:
+        assert to(receiver).address.startswith("tcp://[::1]:")
+        staged = Rows()
+        _, (_, got) = await asyncio.gather(backend.send(staged, to(receiver)), off_loop(receiver.message))
+        assert torch.equal(got, staged.expected)
+
+
+@with_backend()
+async def test_many_requests_share_a_connection_and_stay_apart(backend):
+    with Receiver() as receiver:
+        staged = {f"r{i}_local_part_0": Rows(f"r{i}_local_part_0", rows=64 + 16 * (i % 3)) for i in range(40)}
+        sending = [asyncio.create_task(backend.send(rows, to(receiver))) for rows in staged.values()]
+        for _ in staged:
+            message, got = await off_loop(receiver.message)
+            assert torch.equal(got, staged[message.req_id].expected)
+        await asyncio.gather(*sending)
+        assert backend.open_connections() == 1
+
+
+@with_backend()
+async def test_an_error_is_one_frame(backend):
+    with Receiver() as receiver:
+        error = BadRequestError("image_too_large", "Too many pixels")
+        telling = asyncio.create_task(backend.notify("r_local_part_1", to(receiver), error))
+        message, rows = await off_loop(receiver.message)
+        await telling
+        assert rows is None
+        assert (message.req_id, message.error_code, message.error_msg) == ("r_local_part_1", 413, "Too many pixels")
+
+
+@with_backend()
+async def test_a_receiver_that_reads_everything_and_goes_was_served(backend):
+    """SGLang's tokenizer closes its socket the moment its parts are there: no failure may be made of that."""
+    for _ in range(40):
+        with Receiver() as receiver:
+            staged = Rows(rows=256, width=1024)
+            sending = asyncio.create_task(backend.send(staged, to(receiver)))
+            await off_loop(receiver.message)
+        await sending
+    await until(lambda: backend.open_connections() == 0)
+
+
+@with_backend()
+async def test_dead_receivers_do_not_delay_a_healthy_one(backend):
+    dead = [asyncio.create_task(backend.send(Rows(), nobody())) for _ in range(30)]
+    with Receiver() as receiver:
+        staged = Rows(rows=4096)
+        started = time.monotonic()
+        await asyncio.gather(backend.send(staged, to(receiver)), off_loop(receiver.message))
+        assert time.monotonic() - started < 1.0
+    for sending in dead:
+        assert not sending.done()
+        sending.cancel()
+    await asyncio.gather(*dead, return_exceptions=True)
+    await until(lambda: backend.open_connections() == 0)
+
+
+@with_backend()
+async def test_a_send_that_is_given_up_ends_when_nothing_reads_its_rows(backend):
+    """Its receiver stalls. After the send has ended the rows may be overwritten, and none of that may ever arrive."""
+    with Receiver(rcvhwm=1) as receiver:
+        staged = [Rows(f"r{i}_local_part_0", rows=16384, width=1024) for i in range(3)]
+        sending = [asyncio.create_task(backend.send(rows, to(receiver))) for rows in staged]
+        await until(lambda: queued(backend, to(receiver)) > 2 * 64 * MIB)
+        before = staged[0].expected
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await sending[2]
+        assert staged[2].arrays[0].data_ptr() not in held_by_libzmq()
+        outcomes = await asyncio.gather(*sending[:2], return_exceptions=True)
+        assert all(o is None or (isinstance(o, DeliveryError) and o.code == "send_failed") for o in outcomes)
+        assert isinstance(outcomes[1], DeliveryError)
+        for rows in staged:
+            rows.arrays[0].zero_()
+        while not receiver.is_silent(300):
+            message, got = receiver.message()
+            assert (message.req_id, torch.equal(got, before)) == ("r0_local_part_0", True)
+        assert backend.open_connections() == 0
+
+
+def receiver_process() -> subprocess.Popen[str]:
+    """A receiver that never reads, in a process that can be killed; it prints its port."""
+    return subprocess.Popen([sys.executable, "-c", DYING], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+
+
+DYING = """
+import sys, zmq
+context = zmq.Context(); pull = context.socket(zmq.PULL); pull.setsockopt(zmq.RCVHWM, 1)
+print(pull.bind_to_random_port("tcp://127.0.0.1"), flush=True)
+sys.stdin.read()
+"""
+
+
+@with_backend()
+async def test_a_receiver_killed_half_way_is_reported(backend):
+    with receiver_process() as process:
+        destination = zmq_destination("127.0.0.1", int(process.stdout.readline()))
+        sending = [
+            asyncio.create_task(backend.send(Rows(f"r{i}", rows=16384, width=1024), destination)) for i in range(4)
+        ]
+        await until(lambda: queued(backend, destination) > 3 * 64 * MIB)
+        process.send_signal(signal.SIGKILL)
+        outcomes = await asyncio.gather(*sending, return_exceptions=True)
+        process.wait(10)
+    assert [getattr(outcome, "code", outcome) for outcome in outcomes[-2:]] == ["send_failed", "send_failed"]
+    assert backend.open_connections() == 0
+
+
+@with_backend()
+async def test_a_peer_that_speaks_something_else_is_never_taken_for_a_receiver(backend):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        sending = asyncio.create_task(backend.send(Rows(), zmq_destination("127.0.0.1", other.getsockname()[1])))
+        peer, _ = await off_loop(other.accept)
+        with peer:
+            peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + b"x" * 200)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await sending
+    assert backend.open_connections() == 0
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@with_backend()
+async def test_departed_receivers_leave_no_descriptor_behind(backend):
+    with Receiver() as first:
+        await asyncio.gather(backend.send(Rows(), to(first)), off_loop(first.message))
+        before = descriptors()
+        for _ in range(40):
+            with Receiver() as receiver:
+                await asyncio.gather(backend.send(Rows(), to(receiver)), off_loop(receiver.message))
+        await until(lambda: backend.open_connections() == 1)
+        await until(lambda: descriptors() <= before)
+
+
+@with_backend(receiver_idle=0.05)
+async def test_an_idle_connection_is_closed_and_made_again(backend):
+    with Receiver() as receiver:
+        for _ in range(2):
+            await asyncio.gather(backend.send(Rows(), to(receiver)), off_loop(receiver.message))
+            assert backend.open_connections() == 1
+            await until(lambda: backend.open_connections() == 0)
+
+
+@with_backend(max_receivers=3)
+async def test_connections_are_limited_in_number(backend):
+    receivers = [Receiver() for _ in range(5)]
+    for receiver in receivers:  # an idle one makes room
+        await asyncio.gather(backend.send(Rows(), to(receiver)), off_loop(receiver.message))
+        assert backend.open_connections() <= 3
+    for receiver in receivers:
+        receiver.close()
+    await until(lambda: backend.open_connections() == 0)
+    busy = [asyncio.create_task(backend.send(Rows(), nobody())) for _ in range(3)]
+    await until(lambda: backend.open_connections() == 3)
+    with pytest.raises(DeliveryError) as caught:
+        await backend.send(Rows(), nobody())
+    assert "--max-receivers" in caught.value.message
+    for sending in busy:
+        sending.cancel()
+    await asyncio.gather(*busy, return_exceptions=True)
+
+
+def test_a_backend_that_does_not_run_is_an_error_of_the_delivery():
+    async def main() -> None:
+        async with Deliveries({}) as none:
+            for call in (
+                none.send(Rows(), Destination("x", "zmq")),
+                none.notify("r", Destination("x", "zmq"), BadRequestError("invalid_request", "x")),
+            ):
+                with pytest.raises(DeliveryError):
+                    await call
+
+    asyncio.run(main())
+
+
+def test_a_missing_library_is_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(StartupError) as caught:
+        deliveries(Settings(transfer_backend="zmq_to_scheduler"))
+    assert caught.value.code == "missing_dependency"
+    assert 'pip install "tectum[sglang]"' in caught.value.message
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(StartupError) as caught:
+        Settings.load(transfer_backend="carrier_pigeon")
+    assert "zmq_to_scheduler" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("address", "split"),
+    [
+        ("127.0.0.1:5000", ("127.0.0.1", 5000)),
+        ("[::1]:5000", ("::1", 5000)),
+        ("::1:5000", ("::1", 5000)),
+        ("prefill-0.local:65535", ("prefill-0.local", 65535)),
+    ],
+)
+def test_addresses(address, split):
+    assert split_address(address) == split
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", ":5000", "host", "host:", "host:0", "host:65536", "host:1e3", "ho st:1", "a/b:1", "tcp://a:1", "a;b:1"],
+)
+def test_addresses_that_are_none(address):
+    with pytest.raises(BadRequestError):
+        split_address(address)

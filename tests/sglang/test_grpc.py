@@ -1,0 +1,201 @@
+"""SGLang's gRPC door, called through plain channels."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tectum.demo.encoder_process import EncoderProcess
+from tectum.errors import TectumError
+from tectum.serving.sglang_pb import sglang_encoder_pb2 as messages
+from tests.serving.test_native import jpeg, nothing_is_held, until
+from tests.sglang.conftest import FLAGS, grpc_target
+from tests.sglang.language_server import data_uri
+from tests.sglang.receiver import Receiver
+
+SERVICE = "sglang.grpc.encoder.SglangEncoder"
+
+
+class Stub:
+    """The service as a client sees it: names on the wire, no code of the server's."""
+
+    def __init__(self, channel: grpc.Channel, **metadata: str) -> None:
+        self._channel = channel
+        self._metadata = tuple(metadata.items())
+
+    def later(self, name: str, request: object) -> grpc.Future:
+        answer = getattr(messages, f"{name}Response").FromString
+        call = self._channel.unary_unary(f"/{SERVICE}/{name}", lambda message: message.SerializeToString(), answer)
+        return call.future(request, timeout=20, metadata=self._metadata)
+
+    def encode(self, rid: str, items: list[str], **facts: object) -> grpc.Future:
+        part = {"num_parts": 1, "part_idx": 0, "prefill_host": "127.0.0.1", **facts}
+        return self.later("Encode", messages.EncodeRequest(req_id=rid, mm_items=items, **part))
+
+    def register(self, rid: str, receiver: Receiver, count: int = 1) -> grpc.Future:
+        asked = messages.SchedulerReceiveUrlRequest(req_id=rid, receive_url=receiver.address, receive_count=count)
+        return self.later("SchedulerReceiveUrl", asked)
+
+    def send(self, rid: str, receiver: Receiver) -> grpc.Future:
+        asked = messages.SendRequest(req_id=rid, prefill_host="127.0.0.1", embedding_port=receiver.port)
+        return self.later("Send", asked)
+
+
+@pytest.fixture(scope="module")
+def channel(encoder_grpc):
+    with grpc.insecure_channel(grpc_target(encoder_grpc)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def stub(channel):
+    return Stub(channel)
+
+
+def failure(call: grpc.Future) -> tuple[grpc.StatusCode, TectumError]:
+    """The status of a call that fails, and the error that travels with it."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call.result()
+    problem = dict(caught.value.trailing_metadata())["tectum-problem-bin"]
+    return caught.value.code(), TectumError.from_problem(json.loads(problem))
+
+
+@pytest.mark.parametrize("order", ["registered first", "encoded first", "port in the message"])
+def test_rows_arrive(stub, encoder_grpc, colocated, order):
+    picture, rid = jpeg(224, 224, 1), f"grpc-{order.replace(' ', '-')}"
+    with Receiver() as receiver:
+        ports = [receiver.port] if order == "port in the message" else []
+        registered = [stub.register(rid, receiver)] if order == "registered first" else []
+        encoded = stub.encode(rid, [data_uri(picture)], embedding_port=ports)
+        if order == "encoded first":
+            registered.append(stub.register(rid, receiver))
+        message, rows = receiver.message()
+        assert torch.equal(rows, colocated([picture]))
+        assert (message.req_id, message.part_idx, message.num_parts) == (rid, 0, 1)
+        answer = encoded.result()
+        assert (answer.embedding_size, answer.embedding_len, answer.embedding_dim) == (64 * 64 * 4, 64, 64)
+        for call in registered:
+            call.result()
+    until(lambda: nothing_is_held(encoder_grpc))
+
+
+def test_send_frees_nothing_before_all_announced_receivers_had_their_rows(stub, encoder_grpc, colocated):
+    picture = jpeg(224, 224, 2)
+    with Receiver() as one, Receiver() as two:
+        encoded = stub.encode("announced", [data_uri(picture)])
+        stub.register("announced", one, count=2).result()
+        assert torch.equal(one.message()[1], colocated([picture]))
+        assert not nothing_is_held(encoder_grpc)
+        stub.send("announced", two).result()
+        assert torch.equal(two.message()[1], colocated([picture]))
+        encoded.result()
+        until(lambda: nothing_is_held(encoder_grpc))
+        status, error = failure(stub.send("announced", two))
+        assert (status, error.code, error.details["reason"]) == (
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "request_released",
+            "delivered",
+        )
+
+
+def test_a_failure_reaches_caller_and_receiver(stub):
+    with Receiver() as receiver:
+        registered = stub.register("bad", receiver)
+        status, error = failure(stub.encode("bad", [data_uri(jpeg()), data_uri(jpeg()[:-300])]))
+        assert (status, error.code, error.status, error.item) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "media_decode_failed",
+            400,
+            1,
+        )
+        message, rows = receiver.message()
+        assert (message.error_code, message.error_msg, rows) == (400, error.message, None)
+        registered.result()
+
+
+@pytest.mark.parametrize("kind", ["video/mp4", "audio/wav"])
+def test_pictures_only(stub, kind):
+    status, error = failure(stub.encode("kind", [f"data:{kind};base64,AAAA"]))
+    assert (status, error.message) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "gRPC encode only supports IMAGE modality",
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "items"),
+    [
+        ({}, []),
+        ({"num_parts": 0}, ["AAAA"]),
+        ({"part_idx": 1}, ["AAAA"]),
+        ({"embedding_port": [70000]}, ["AAAA"]),
+        ({"embedding_port": [80], "prefill_host": ""}, ["AAAA"]),
+    ],
+)
+def test_wrong_messages(stub, facts, items):
+    status, error = failure(stub.encode("wrong", items, **facts))
+    assert (status, error.code) == (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request")
+
+
+def test_an_unknown_id_is_not_held_for_long(stub):
+    with Receiver() as receiver:
+        for call in (stub.register("never", receiver), stub.send("never", receiver)):
+            assert failure(call)[0] is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_caller_that_cancels_releases_its_request(stub, encoder_grpc):
+    call = stub.encode("cancelled", [data_uri(jpeg())])
+    until(lambda: not nothing_is_held(encoder_grpc))
+    call.cancel()
+    until(lambda: nothing_is_held(encoder_grpc))
+
+
+def test_health_and_reflection(channel):
+    health = health_pb2_grpc.HealthStub(channel)
+    for service in ("", SERVICE):
+        answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(grpc.RpcError) as caught:
+        health.Check(health_pb2.HealthCheckRequest(service="other"), timeout=5)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+    (answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(asked, timeout=5)
+    assert {s.name for s in answer.list_services_response.service} >= {SERVICE, "grpc.health.v1.Health"}
+
+
+def test_health_follows_the_encoder(tiny):
+    """Its only process is killed again and again: not serving while none is up, and serving when one is."""
+    with (
+        EncoderProcess(tiny, *FLAGS, "--grpc-port", "0") as process,
+        grpc.insecure_channel(grpc_target(process)) as open_,
+    ):
+        states = health_pb2_grpc.HealthStub(open_).Watch(health_pb2.HealthCheckRequest(service=""), timeout=60)
+        assert next(states).status == health_pb2.HealthCheckResponse.SERVING
+        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+        for child in children:
+            subprocess.run(["kill", f"-{signal.SIGKILL.value}", child], check=False)
+        assert next(states).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert next(states).status == health_pb2.HealthCheckResponse.SERVING
+        states.cancel()
+
+
+def test_the_token_is_needed(tiny, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("sesame\n")
+    flags = (*FLAGS, "--grpc-port", "0", "--token-file", str(token))
+    with EncoderProcess(tiny, *flags) as process, grpc.insecure_channel(grpc_target(process)) as open_:
+        for metadata in ({}, {"authorization": "Bearer other"}):
+            status, error = failure(Stub(open_, **metadata).encode("r", [data_uri(jpeg())]))
+            assert (status, error.status) == (grpc.StatusCode.UNAUTHENTICATED, 401)
+        with Receiver() as receiver:
+            known = Stub(open_, authorization="Bearer sesame")
+            known.encode("r", [data_uri(jpeg())], embedding_port=[receiver.port]).result()
+        check = health_pb2_grpc.HealthStub(open_).Check(health_pb2.HealthCheckRequest(service=""), timeout=5)
+        assert check.status == health_pb2.HealthCheckResponse.SERVING
