@@ -11,6 +11,7 @@ import json
 import math
 import sys
 import time
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -28,6 +29,8 @@ from tectum.models.torchvision_compat import ensure_torchvision
 
 #: training draws from the seeds 1000 and up, one a process
 SEED = 77
+#: prompts that are answered together
+BATCH = 25
 #: kind of question, number of pictures, most shapes a picture, and the share that is promised
 CASES = (
     ("describe", 1, 2, 0.97),
@@ -65,11 +68,19 @@ class Score:
 
 
 def score(receiver: Receiver, case: tuple[str, int, int, float | None], prompts: int, quiet: bool) -> Score:
+    """Prompts of one length are answered together, which needs no padding and so changes no input."""
     kind, pictures, most, promised = case
     rng, right = Random(f"{SEED} {case[:3]}"), 0
-    for _ in track(range(prompts), f"{kind}, {pictures} picture(s)", transient=True, disable=quiet):
+    alike: dict[tuple, list[tuple[scenes.Question, list]]] = defaultdict(list)
+    for _ in range(prompts):
         asked, drawn = _draw(rng, kind, pictures, most)
-        right += receiver.answer_in_one_piece(receiver.prompt(pictures, asked.text), drawn) == asked.answer
+        alike[asked.text, *(picture.size for picture in drawn)].append((asked, drawn))
+    for group in track(list(alike.values()), f"{kind}, {pictures} picture(s)", transient=True, disable=quiet):
+        for first in range(0, len(group), BATCH):
+            some = group[first : first + BATCH]
+            texts = [receiver.prompt(pictures, asked.text) for asked, _ in some]
+            found = receiver.answers_in_one_piece(texts, [drawn for _, drawn in some])
+            right += sum(text == asked.answer for text, (asked, _) in zip(found, some, strict=True))
     return Score(kind, pictures, most, right, prompts, promised)
 
 

@@ -87,6 +87,7 @@ def _default(value: Any) -> str:
 
 def _service() -> tuple[Any, Any]:
     """The application as `tectum serve` builds it, and its metrics; nothing is started and no model is loaded."""
+    from tectum.delivery.base import deliveries
     from tectum.observe.metrics import Metrics
     from tectum.pipeline.batcher import Batcher
     from tectum.pipeline.limits import lifecycle_limits
@@ -94,14 +95,24 @@ def _service() -> tuple[Any, Any]:
     from tectum.pipeline.stages import Stages
     from tectum.serving.app import create_app
     from tectum.serving.dashboard import Recent
+    from tectum.serving.health import Health
+    from tectum.serving.sglang import Doors
     from tectum.workers.pool import WorkerPool
 
     settings, metrics = Settings(), Metrics()
-    pool = WorkerPool("model", settings)
-    stages = Stages(pool, settings)
+    pool, sending = WorkerPool("model", settings), deliveries(settings)
+    stages = Stages(pool, settings, sending)
     pipeline = Pipeline(stages, lifecycle_limits(settings), [Batcher(fuse=False, batch_patches=1)])
     metrics.watch(pipeline.ledger, pool)
-    app = create_app(pipeline, pool, settings, metrics, Recent())
+    app = create_app(
+        pipeline,
+        pool,
+        settings,
+        metrics,
+        Doors(pipeline, sending, settings),
+        Health(pipeline, pool, settings),
+        Recent(),
+    )
     stages.pool.close()
     return app, metrics
 

@@ -43,8 +43,8 @@ def test_only_the_exact_answer_counts():
         def prompt(self, pictures, question):
             return question
 
-        def answer_in_one_piece(self, prompt, pictures):
-            return "a orange star in the middle"
+        def answers_in_one_piece(self, prompts, pictures):
+            return ["a orange star in the middle" for _ in prompts]
 
     scored = evaluate.score(Parrot(), ("describe", 1, 2, 0.97), 20, quiet=True)
     assert (scored.right, scored.asked, scored.share) == (0, 20, 0.0)

@@ -6,7 +6,6 @@ The page itself is tested in a browser (`make test-browser`).
 from __future__ import annotations
 
 import json
-import math
 import time
 
 import httpx2
@@ -44,13 +43,17 @@ def events(url: str, since: int = 0):
 def test_outcomes_are_remembered_up_to_a_bound_and_counted_for_ever():
     recent = Recent(kept=3)
     for number in range(1, 6):
+        recent.sent(job(number), "inline", 0.15, None)
         recent.ended(job(number), Reason.DELIVERED, None, 0.5)
+        recent.freed(job(number))
     assert [outcome["req_id"] for outcome in recent.outcomes] == ["r3", "r4", "r5"]
     assert (recent.ended_count, recent.items, recent.rows) == (5, 5, 30)
     assert [outcome["number"] for outcome in recent.since(4)] == [5]
     assert [outcome["number"] for outcome in recent.since(0)] == [3, 4, 5]
     assert recent.since(5) == recent.since(99) == []
-    assert math.isclose(recent.outcomes[0]["stages"]["send"], 0.15)
+    assert recent.outcomes[0]["stages"] == {"fetch": 0.0, "prepare": 0.1, "queue": 0.05, "forward": 0.2, "send": 0.15}
+    recent.ended(job(6), Reason.EXPIRED, None, 9.0)
+    assert "send" not in recent.outcomes[-1]["stages"], "a delivery is its own request's"
     assert "secret" not in json.dumps(list(recent.outcomes))
 
 

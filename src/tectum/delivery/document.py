@@ -17,8 +17,8 @@ from tectum.types import DTYPE_BYTES, Embedding, Grid
 
 #: longest header (bytes) that is parsed; ours have a few hundred, and 24 more for each item
 MAX_HEADER = 1024 * 1024
-_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64"}
-_ITEM_BYTES = {**DTYPE_BYTES, "int64": 8}
+_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "U8": "uint8"}
+_ITEM_BYTES = {**DTYPE_BYTES, "int64": 8, "uint8": 1}
 
 
 class _Tensor(NamedTuple):
@@ -32,7 +32,8 @@ class Document(NamedTuple):
     """One part's rows in place.
 
     arrays: the rows, then the deepstack layers, each `[tokens, width]` of `dtype` as its bytes. offsets: where each
-    begins in the buffer. item_rows sum to `tokens`; grid_thw has one entry for each item, or none at all.
+    begins in the buffer. item_rows sum to `tokens`; grid_thw and items (further facts) have one entry for each item, or
+    none at all.
     """
 
     req_id: str
@@ -41,6 +42,7 @@ class Document(NamedTuple):
     grid_thw: tuple[Grid, ...]
     arrays: tuple[Raw, ...]
     offsets: tuple[int, ...]
+    items: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def rows(self) -> int:
@@ -60,7 +62,7 @@ class Document(NamedTuple):
         The buffer must be writable for torch. bfloat16 rows without torch are widened to float32, in a copy.
         """
         arrays, held = zip(*(_array(array, self.dtype) for array in self.arrays), strict=True)
-        return Embedding(arrays[0], self.item_rows, self.grid_thw, tuple(arrays[1:]), held[0], self.req_id)
+        return Embedding(arrays[0], self.item_rows, self.grid_thw, tuple(arrays[1:]), held[0], self.req_id, self.items)
 
 
 def read(buffer: memoryview) -> Document:
@@ -84,7 +86,8 @@ def read(buffer: memoryview) -> Document:
         raise _invalid(f"item_rows sum to {sum(item_rows)}, but there are {arrays[0].shape[0]} rows")
     raws = tuple(Raw((array.shape[0], array.shape[1]), array.data) for array in arrays)
     starts = tuple(array.start for array in arrays)
-    return Document(str(metadata.get("req_id", "")), dtype, item_rows, grid_thw, raws, starts)
+    items = _items(tensors, len(item_rows))
+    return Document(str(metadata.get("req_id", "")), dtype, item_rows, grid_thw, raws, starts, items)
 
 
 def _invalid(text: str) -> DeliveryError:
@@ -134,13 +137,29 @@ def _integers(tensors: Mapping[str, _Tensor], name: str, ndim: int) -> list[int]
     return values
 
 
+def _items(tensors: Mapping[str, _Tensor], count: int) -> tuple[Mapping[str, Any], ...]:
+    """The facts of each item, where the document has them."""
+    tensor = tensors.get("items")
+    if tensor is None:
+        return ()
+    try:
+        found = json.loads(bytes(tensor.data))
+    except (ValueError, RecursionError):
+        found = None
+    if tensor.dtype != "uint8" or not isinstance(found, list) or len(found) != count:
+        raise _invalid(f"The facts of the {count} items cannot be read")
+    if not all(isinstance(facts, dict) for facts in found):
+        raise _invalid(f"The facts of the {count} items cannot be read")
+    return tuple(found)
+
+
 def _arrays(tensors: Mapping[str, _Tensor], dtype: str) -> list[_Tensor]:
     """The rows and the deepstack layers, all of one shape and type; no other tensor may be there."""
     layers: list[_Tensor] = []
     while (layer := tensors.get(f"deepstack.{len(layers)}")) is not None:
         layers.append(layer)
     rows = tensors.get("rows")
-    known = {"rows", "item_rows", "grid_thw", *(f"deepstack.{number}" for number in range(len(layers)))}
+    known = {"rows", "item_rows", "grid_thw", "items", *(f"deepstack.{number}" for number in range(len(layers)))}
     if rows is None or set(tensors) - known:
         raise _invalid("The document has no rows, or tensors that are not Tectum's")
     for array in (rows, *layers):

@@ -53,7 +53,7 @@ class Receiver:
     def answer(self, prompt: str, embedding: Embedding) -> tuple[str, float]:
         """The most likely answer to `prompt`, and the seconds it took."""
         started = time.perf_counter()
-        text = self._generate(self.model, self._inputs(prompt, embedding))
+        text = self._generate(self.model, self._inputs(prompt, embedding))[0]
         return text, time.perf_counter() - started
 
     def _inputs(self, prompt: str, embedding: Embedding) -> dict[str, Any]:
@@ -65,19 +65,24 @@ class Receiver:
     @torch.inference_mode()
     def rows_and_logits_in_one_piece(self, prompt: str, pictures: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows `[tokens, width]` and logits, as the ordinary model computes them from PIL pictures."""
-        inputs = self._in_one_piece(prompt, pictures)
+        inputs = self._in_one_piece([prompt], pictures)
         features = self.reference.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
         return torch.cat(list(features.pooler_output)), self.reference(**inputs).logits
 
-    @torch.inference_mode()
     def answer_in_one_piece(self, prompt: str, pictures: Sequence[Any]) -> str:
-        return self._generate(self.reference, self._in_one_piece(prompt, pictures))
+        return self.answers_in_one_piece([prompt], [pictures])[0]
 
-    def _in_one_piece(self, prompt: str, pictures: Sequence[Any]) -> Any:
-        inputs = self.processor(text=[prompt], images=list(pictures), return_tensors="pt")
+    @torch.inference_mode()
+    def answers_in_one_piece(self, prompts: Sequence[str], pictures: Sequence[Sequence[Any]]) -> list[str]:
+        """Answers to prompts of the same length, each about its own PIL pictures."""
+        every = [picture for some in pictures for picture in some]
+        return self._generate(self.reference, self._in_one_piece(prompts, every))
+
+    def _in_one_piece(self, prompts: Sequence[str], pictures: Sequence[Any]) -> Any:
+        inputs = self.processor(text=list(prompts), images=list(pictures), return_tensors="pt")
         return inputs.to(self.reference.dtype)
 
-    def _generate(self, model: Any, inputs: Any) -> str:
+    def _generate(self, model: Any, inputs: Any) -> list[str]:
         made = model.generate(**inputs, max_new_tokens=LONGEST_ANSWER, do_sample=False)
-        text: str = self.processor.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        return text
+        new = made[:, inputs["input_ids"].shape[1] :]
+        return [self.processor.decode(tokens, skip_special_tokens=True) for tokens in new]

@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from itertools import islice
 from typing import Any
@@ -74,17 +74,30 @@ class Recent(Watcher):
         self.rows = 0
         self.releases: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
+        self._sends: dict[int, float] = {}  # life -> its longest delivery so far
+
+    def accepted(self, job: Job, seconds: float) -> None:
+        """Live requests are read from the ledger."""
+
+    def batch(self, jobs: Sequence[Job]) -> None:
+        """A forward is in the seconds of its requests."""
+
+    def sent(self, job: Job, backend: str, seconds: float, error: TectumError | None) -> None:
+        self._sends[job.life] = max(seconds, self._sends.get(job.life, 0.0))
+
+    def freed(self, job: Job) -> None:
+        self._sends.pop(job.life, None)
 
     def ended(self, job: JobView, reason: str, error: TectumError | None, seconds: float) -> None:
         self.ended_count += 1
         self.releases[str(reason)] += 1
         metadata = None if job.prepared is None else job.prepared.metadata
         stages = {stage: max(taken, 0.0) for stage, taken in job.seconds.items()}
+        if job.life in self._sends:
+            stages["send"] = self._sends[job.life]
         if metadata is not None and "forward" in stages:
             self.items += len(job.request.items)
             self.rows += metadata.rows
-            # what is left of its life after the forward: it waited for a receiver, and was sent
-            stages.setdefault("send", max(0.0, seconds - sum(stages.values())))
         self.outcomes.append(
             {
                 "number": self.ended_count,
