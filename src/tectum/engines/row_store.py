@@ -74,6 +74,7 @@ class _Item:
     want: Want
     document: Document | None = None
     users: set[tuple[str, int]] = field(default_factory=set)  # (request, index) that need it still
+    past: set[str] = field(default_factory=set)  # requests that would need it again, were they preempted
     loads: int = 0  # steps on their way to the workers that will read it
 
     @property
@@ -184,11 +185,16 @@ class RowStore:
             try:
                 return self.pool.lease(nbytes)
             except TectumError:
-                evicted = next((key for key, item in self._items.items() if item.evictable), None)
+                evicted = self._least_wanted()
                 if evicted is None:
                     return None
                 self.counts["evicted"] += 1
                 self.pool.give_back(self._items.pop(evicted).lease)
+
+    def _least_wanted(self) -> str | None:
+        """What to evict: rows that no live request has used before those that one would need again if it were preempted."""
+        evictable = [(bool(item.past), key) for key, item in self._items.items() if item.evictable]
+        return min(evictable, key=lambda each: each[0], default=(False, None))[1]
 
     # --- fetching ---
 
@@ -287,6 +293,7 @@ class RowStore:
         item = self._items.get(key)
         if item is not None:
             item.users.discard((request, index))
+            item.past.add(request)
 
     def finished(self, request: str) -> None:
         """`request` ended, however: it pins nothing any more."""
@@ -294,6 +301,7 @@ class RowStore:
             item = self._items.get(key)
             if item is not None:
                 item.users = {user for user in item.users if user[0] != request}
+                item.past.discard(request)
         self._failed.discard(request)
         self._untold.discard(request)
         self._local.pop(request, None)
