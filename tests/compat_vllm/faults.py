@@ -16,6 +16,7 @@ class FaultyEncoder:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.asked: list[str] = []
+        self.heads: list[str] = []
         self.over = threading.Event()
         self._planted: dict[str, Talk] = {}
 
@@ -48,6 +49,7 @@ class FaultyEncoder:
             head = connection.recv(65536).decode("latin-1")
             req_id = head.split(" ")[1].split("/")[3]
             self.asked.append(req_id)
+            self.heads.append(head)
             try:
                 self._planted.pop(req_id, _released)(connection)
             except OSError:

@@ -348,14 +348,28 @@ def test_wrong_settings_stop_the_start_and_say_why(extra, told):
         Engine.start(config(WIDTH, dtype=torch.float64, url="http://a"))
 
 
-def test_two_requests_read_their_own_tokens(encoder, tmp_path):
+def test_the_encoders_token_is_sent(encoder, tmp_path):
     (tmp_path / "token").write_text("s3cret\nrest\n")
-    seen: list[str] = []
-    whole = faults.whole(document("k", 6))
     engine = Engine.start(config(WIDTH, url=encoder.url, token_file=str(tmp_path / "token")))
-    receivers = engine.scheduler._scheduler._receivers
-    seen += [receiver._server.headers for receiver in receivers.values()]
-    engine.add(Request("a", item(encoder, "k", 6, talk=whole)))
+    engine.add(Request("a", item(encoder, "k", 6)))
     settle(engine)
-    assert "Authorization: Bearer s3cret\r\n" in seen[0]
+    assert "Authorization: Bearer s3cret\r\n" in encoder.heads[-1]
+    at_rest(engine)
+
+
+def test_a_fetching_process_that_dies_is_replaced_and_its_requests_fail_alone(encoder):
+    engine = Engine.start(config(WIDTH, url=encoder.url))
+    fetcher = engine.scheduler._scheduler.store._fetcher
+    first = engine.add(Request("a", item(encoder, "k", 6)))
+    settle(engine)
+    talk = faults.stalled(document("l", 6), encoder.over)
+    bad = engine.add(Request("bad", item(encoder, "l", 6, talk=talk)))
+    engine.step()
+    fetcher._process.kill()
+    fetcher._process.wait()
+    settle(engine)
+    again = [engine.add(Request("again", item(encoder, key, 6))) for key in "l"]
+    settle(engine)
+    assert (first.outcome, bad.outcome) == ("done", "error")
+    assert right(again[0])
     at_rest(engine)
