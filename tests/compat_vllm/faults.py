@@ -10,12 +10,13 @@ Talk = Callable[[socket.socket], None]
 
 
 class FaultyEncoder:
-    """What `plant` gave for a request id is what a pull of it gets. asked: ids that were pulled."""
+    """What `plant` gave for a request id is what a pull of it gets, once. asked: ids that were pulled."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.asked: list[str] = []
+        self.heads: list[str] = []
         self.over = threading.Event()
         self._planted: dict[str, Talk] = {}
 
@@ -48,8 +49,9 @@ class FaultyEncoder:
             head = connection.recv(65536).decode("latin-1")
             req_id = head.split(" ")[1].split("/")[3]
             self.asked.append(req_id)
+            self.heads.append(head)
             try:
-                self._planted[req_id](connection)
+                self._planted.pop(req_id, _released)(connection)
             except OSError:
                 pass  # the receiver hung up first
 
@@ -74,5 +76,11 @@ def stalled(document: bytes, over: threading.Event) -> Talk:
     return talk
 
 
-def _head(length: int) -> bytes:
-    return f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode()
+def _released(connection: socket.socket) -> None:
+    """What an encoder says of rows that were pulled before."""
+    problem = b'{"code": "request_released", "status": 410, "detail": "it was pulled"}'
+    connection.sendall(_head(len(problem), "410 Gone") + problem)
+
+
+def _head(length: int, status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\n\r\n".encode()

@@ -1,67 +1,28 @@
-"""Verified rows in the memory of an engine's scheduler: fetched in threads, pinned while a request needs them, then evictable.
+"""Verified rows in the memory of an engine's scheduler: pinned while a request needs them, then evictable.
 
-Owns the memory (one memory file, which workers map) and which request pins what. It knows no engine: `vllm.py` says what
-a request wants and when it is through. One thread calls it (the scheduler's); the fetching threads only fill the buffer they
-were given. Rows are admitted when everything about them was checked, and not before: an engine does not survive wrong ones.
+Owns the memory (one memory file, which the fetching process and the workers map) and which request pins what. It knows no
+engine: `vllm.py` says what a request wants and when it is through; `fetcher.py` brings rows and checks them. One thread
+calls it, the scheduler's. Rows are admitted when everything about them was checked, and not before: an engine does not survive
+wrong ones.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from tectum.delivery.document import Document
 from tectum.delivery.staging import Lease, StagingPool
+from tectum.engines.fetcher import Encoders, Fetcher, Shape, Want, check
 from tectum.errors import DeliveryError, InternalError, TectumError
-from tectum.types import DTYPE_BYTES, Grid
 
 log = logging.getLogger("tectum.engines")
 
 #: room in a lease for the document's header and its small tensors (bytes); ours take a few hundred
 OVERHEAD = 4096
-
-
-class Shape(NamedTuple):
-    """What the language model takes: columns of a row, deepstack layers, and the element type (`DTYPE_BYTES`)."""
-
-    width: int
-    layers: int
-    dtype: str
-
-    def nbytes(self, rows: int) -> int:
-        return rows * self.width * (1 + self.layers) * DTYPE_BYTES[self.dtype]
-
-
-class Source(NamedTuple):
-    """Where the rows of one item are held: which encoder, under which request id."""
-
-    encoder: str
-    req_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """One item that a request needs.
-
-    key: the content key, equal for equal rows. index: its place among the request's items. rows: placeholders in the
-    prompt. grid: what the prompt was built with, where known. source: where to fetch. local: whether the engine may
-    encode it itself.
-    """
-
-    key: str
-    index: int
-    rows: int
-    grid: Grid | None
-    source: Source | None
-    local: bool = False
-
-
-#: fetches into the buffer that the second argument hands out; raises TectumError
-Fetch = Callable[[Source, Callable[[int], memoryview]], Document]
 
 
 @dataclass(slots=True)
@@ -74,6 +35,7 @@ class _Item:
     want: Want
     document: Document | None = None
     users: set[tuple[str, int]] = field(default_factory=set)  # (request, index) that need it still
+    past: set[str] = field(default_factory=set)  # requests that would need it again, were they preempted
     loads: int = 0  # steps on their way to the workers that will read it
 
     @property
@@ -84,12 +46,11 @@ class _Item:
 class RowStore:
     """Rows by content key. `counts` says what happened so far: fetched, reused, failed, local, evicted."""
 
-    def __init__(self, shape: Shape, fetch: Fetch, max_bytes: int, threads: int = 8) -> None:
+    def __init__(self, shape: Shape, encoders: Encoders, max_bytes: int) -> None:
         self.shape = shape
         self.pool = StagingPool(max_bytes)
         self.counts: Counter[str] = Counter()
-        self._fetch = fetch
-        self._threads = ThreadPoolExecutor(threads, "tectum-fetch")
+        self._fetcher = Fetcher(encoders, shape, self.pool.fd)
         self._items: dict[str, _Item] = {}  # used last, last
         self._fetching: set[str] = set()
         self._pinned: dict[str, set[str]] = {}  # request -> keys that it pins, or did
@@ -132,7 +93,7 @@ class RowStore:
             if item.document is None:
                 ready = False
             else:
-                self._check(item.document, want)
+                check(item.document, want, self.shape)
         return self._start(request, list(missing.values())) and ready and not missing
 
     def _pin(self, key: str, item: _Item, request: str, index: int) -> None:
@@ -160,8 +121,7 @@ class RowStore:
         if leases is None:
             return False
         for want, lease in zip(wanted, leases, strict=True):
-            assert want.source is not None, "only what has a source is fetched"
-            future = self._threads.submit(self._fetch_checked, want, want.source, lease.view())
+            future = self._fetcher.submit(want, lease)
             item = self._items[want.key] = _Item(lease, future, request, want)
             self._fetching.add(want.key)
             self._pin(want.key, item, request, want.index)
@@ -184,42 +144,22 @@ class RowStore:
             try:
                 return self.pool.lease(nbytes)
             except TectumError:
-                evicted = next((key for key, item in self._items.items() if item.evictable), None)
+                evicted = self._least_wanted()
                 if evicted is None:
                     return None
                 self.counts["evicted"] += 1
                 self.pool.give_back(self._items.pop(evicted).lease)
 
+    def _least_wanted(self) -> str | None:
+        """What to evict: rows that no live request has used before those that one would need again if it were preempted."""
+        evictable = [(bool(item.past), key) for key, item in self._items.items() if item.evictable]
+        return min(evictable, key=lambda each: each[0], default=(False, None))[1]
+
     # --- fetching ---
 
-    def _fetch_checked(self, want: Want, source: Source, buffer: memoryview) -> Document:
-        """In a thread: the rows of `want` in `buffer`, every check passed."""
-
-        def allocate(nbytes: int) -> memoryview:
-            if nbytes > len(buffer):
-                raise DeliveryError("invalid_rows", f"{nbytes} bytes came for an item of {want.rows} rows")
-            return buffer[:nbytes]
-
-        document = self._fetch(source, allocate)
-        self._check(document, want)
-        if not document.finite():
-            raise DeliveryError("invalid_rows", "The rows hold NaN or infinite values")
-        return document
-
-    def _check(self, document: Document, want: Want) -> None:
-        """What came is what the prompt has placeholders for and what the language model takes."""
-        found = Shape(document.width, len(document.arrays) - 1, document.dtype)
-        if found != self.shape:
-            text = f"Rows are {found.width} wide with {found.layers} deepstack layers of {found.dtype}, not {self.shape.width}"
-            raise DeliveryError("invalid_rows", f"{text} with {self.shape.layers} of {self.shape.dtype}")
-        if document.item_rows != (want.rows,):
-            raise DeliveryError("invalid_rows", f"Rows {document.item_rows[:4]} came for {want.rows} placeholders")
-        if want.grid is not None and document.grid_thw != (want.grid,):
-            text = f"Rows of grid {document.grid_thw[:4]} came for a prompt of grid {want.grid}"
-            raise DeliveryError("invalid_rows", text)
-
     def _collect(self) -> None:
-        """Take in what the fetching threads finished."""
+        """Take in what was fetched."""
+        self._fetcher.poll()
         for key in [key for key in self._fetching if self._items[key].fetch.done()]:
             self._fetching.discard(key)
             item = self._items[key]
@@ -249,6 +189,8 @@ class RowStore:
         log.warning("item %d of request %s is encoded by the engine itself: %s", want.index, request, why)
 
     def _fail(self, request: str, error: TectumError) -> None:
+        if request in self._failed:
+            return
         self.counts["failed"] += 1
         self._failed.add(request)
         self._untold.add(request)
@@ -258,8 +200,7 @@ class RowStore:
 
     def refuse(self, request: str, why: str) -> None:
         """`request` cannot be served, whatever its items."""
-        if request not in self._failed:
-            self._fail(request, InternalError("internal", why))
+        self._fail(request, InternalError("internal", why))
 
     def take_failed(self) -> set[str]:
         """Requests that failed since the last call: the engine ends them."""
@@ -287,6 +228,7 @@ class RowStore:
         item = self._items.get(key)
         if item is not None:
             item.users.discard((request, index))
+            item.past.add(request)
 
     def finished(self, request: str) -> None:
         """`request` ended, however: it pins nothing any more."""
@@ -294,11 +236,12 @@ class RowStore:
             item = self._items.get(key)
             if item is not None:
                 item.users = {user for user in item.users if user[0] != request}
+                item.past.discard(request)
         self._failed.discard(request)
         self._untold.discard(request)
         self._local.pop(request, None)
 
     def close(self) -> None:
-        """Start no further fetch; those that run end by themselves."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End the fetching process, and with it whatever it still does."""
+        self._fetcher.close()
         self.pool.close()

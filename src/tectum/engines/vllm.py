@@ -34,9 +34,8 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorWorkerMetadata,
 )
 
-from tectum.delivery.document import Document
-from tectum.engines.pull import Allocate, Receiver
-from tectum.engines.row_store import RowStore, Shape, Source, Want
+from tectum.engines.fetcher import Encoders, Shape, Source, Want
+from tectum.engines.row_store import RowStore
 from tectum.errors import StartupError
 from tectum.types import DTYPE_BYTES, Grid
 
@@ -192,15 +191,12 @@ class SchedulerSide:
         config = vllm_config.ec_transfer_config
         assert config is not None, "vLLM builds a connector when it has its config"
         self._settings = ConnectorSettings.read(config.ec_connector_extra_config)
-        token = self._settings.token()
-        self._receivers = {
-            url: Receiver(url, token=token, timeout=self._settings.fetch_timeout) for url in self._settings.encoders
-        }
-        self.store = RowStore(row_shape(vllm_config.model_config), self._fetch, self._settings.buffer_bytes)
+        encoders = Encoders(self._settings.encoders, self._settings.token(), self._settings.fetch_timeout)
+        self.store = RowStore(row_shape(vllm_config.model_config), encoders, self._settings.buffer_bytes)
         self._memory = f"/proc/{os.getpid()}/fd/{self.store.pool.fd}"
         self._inline = spans_machines(vllm_config.parallel_config)
         self._loads: dict[str, Load] = {}
-        log.info("Tectum encoders: %d; rows expected: %s", len(self._receivers), self.store.shape)
+        log.info("Tectum encoders: %d; rows expected: %s", len(encoders.urls), self.store.shape)
 
     def ensure(self, request: Request, num_computed_tokens: int) -> bool:
         try:
@@ -229,8 +225,6 @@ class SchedulerSide:
         return TectumMetadata(self._memory, list(loads.values()))
 
     def close(self) -> None:
-        for receiver in self._receivers.values():
-            receiver.close()
         self.store.close()
 
     def _want(self, request: Request, index: int, feature: Any) -> Want:
@@ -252,12 +246,13 @@ class SchedulerSide:
         if not isinstance(entry, dict):
             return None
         encoder, req_id = entry.get("encoder"), entry.get("req_id")
-        if not isinstance(encoder, str) or not isinstance(req_id, str) or encoder.rstrip("/") not in self._receivers:
+        if (
+            not isinstance(encoder, str)
+            or not isinstance(req_id, str)
+            or encoder.rstrip("/") not in self._settings.encoders
+        ):
             return None
         return Source(encoder.rstrip("/"), req_id)
-
-    def _fetch(self, source: Source, allocate: Allocate) -> Document:
-        return self._receivers[source.encoder].pull(source.req_id, allocate)
 
 
 class WorkerSide:
