@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.resources import files
 from itertools import islice
 from typing import Any
@@ -76,16 +76,10 @@ class Recent(Watcher):
         self.refusals: Counter[str] = Counter()
         self._sends: dict[int, float] = {}  # life -> its longest delivery so far
 
-    def accepted(self, job: Job, seconds: float) -> None:
-        """Live requests are read from the ledger."""
-
-    def batch(self, jobs: Sequence[Job]) -> None:
-        """A forward is in the seconds of its requests."""
-
-    def sent(self, job: Job, backend: str, seconds: float, error: TectumError | None) -> None:
+    def sent(self, job: JobView, backend: str, seconds: float, error: TectumError | None) -> None:
         self._sends[job.life] = max(seconds, self._sends.get(job.life, 0.0))
 
-    def freed(self, job: Job) -> None:
+    def freed(self, job: JobView) -> None:
         self._sends.pop(job.life, None)
 
     def ended(self, job: JobView, reason: str, error: TectumError | None, seconds: float) -> None:
