@@ -244,6 +244,17 @@ class Settings(BaseSettings):
         le=100_000_000_000,
         description="Most pixels of all pictures of one request, read from their headers before decoding.",
     )
+    max_video_frames: int = Field(
+        100_000, ge=1, le=100_000_000, description="Most frames of a clip, whether they are looked at or not."
+    )
+    max_video_seconds: float = Field(3600.0, gt=0, le=1_000_000, description="Longest clip (seconds).")
+    max_clip_bytes: int = Field(
+        1024 * MIB, ge=1024, le=1 << 44, description="Most bytes of the decoded frames of a clip that are looked at."
+    )
+    max_audio_seconds: float = Field(3600.0, gt=0, le=1_000_000, description="Longest recording (seconds).")
+    max_fetched_bytes: int = Field(
+        256 * MIB, ge=1024, le=1 << 44, description="Most bytes that one request may have fetched from URLs."
+    )
     fetch_timeout: float = Field(10.0, gt=0, le=600, description="Seconds that fetching one URL may take in total.")
     allow_http: bool = Field(True, description="Whether plain http: URLs are fetched; https: always is.")
     allow_private_urls: bool = Field(

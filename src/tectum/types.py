@@ -7,7 +7,7 @@ module imports neither torch nor numpy, so that it may live inside an engine's e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -41,6 +41,12 @@ class MediaItem:
         if sum(source is not None for source in (self.url, self.data, self.base64)) != 1:
             raise ValueError("a media item needs exactly one of url, data or base64")
 
+    def without_media(self) -> MediaItem:
+        """The same item without its bytes; where they lay is kept."""
+        if self.url is not None and self.url[:8].lower().startswith(("http:", "https:")):
+            return self
+        return MediaItem(self.modality, data=b"")
+
 
 @dataclass(frozen=True, slots=True)
 class Destination:
@@ -73,6 +79,10 @@ class EncodeRequest:
     @property
     def modality(self) -> Modality:
         return self.items[0].modality
+
+    def without_media(self) -> EncodeRequest:
+        """The same request without bytes of its media: what is kept of it once they were preprocessed."""
+        return replace(self, items=tuple(item.without_media() for item in self.items))
 
 
 @dataclass(frozen=True, slots=True)

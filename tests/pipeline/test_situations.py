@@ -545,3 +545,12 @@ def test_a_drain_that_runs_out_of_time_fails_what_is_left():
         assert not await draining, "something accepted was not finished"
 
     scenario(test)
+
+
+def test_media_are_not_held_beside_the_rows():
+    async def test(pipeline, work):
+        await hold(pipeline, request())
+        (job,) = pipeline._jobs.values()
+        assert [item.data for item in job.request.items] == [b""]
+
+    scenario(test)

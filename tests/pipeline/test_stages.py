@@ -105,3 +105,28 @@ def test_out_of_memory_is_that_batches_error_and_retryable(adapter):
         stages.free(staged)
 
     with_stages(adapter, test)
+
+
+def test_what_one_request_fetches_is_bounded(adapter):
+    """Two pictures behind URLs of this machine: each is within the limit of one item, together they are not."""
+    data = png(64, 64)
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        await writer.drain()
+        writer.close()
+
+    async def test(stages):
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x.png"
+            both = EncodeRequest("r", tuple(MediaItem(Modality.IMAGE, url=url) for _ in range(2)))
+            with pytest.raises(BadRequestError) as caught:
+                await stages.prepare(both)
+            assert (caught.value.code, caught.value.status) == ("media_too_large", 413)
+            part = await stages.prepare(EncodeRequest("r", both.items[:1]))
+            assert part.metadata.rows == 4
+            stages.forget(part)
+
+    with_stages(adapter, test, allow_private_urls=True, max_fetched_bytes=len(data) * 3 // 2)

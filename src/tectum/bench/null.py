@@ -38,6 +38,9 @@ class NullUnit:
             encoder_bytes=0,
         )
 
+    def revision(self) -> str:
+        return self.adapter.model_id
+
     def prepare(self, request: EncodeRequest) -> tuple[RequestMetadata, None]:
         items = tuple(ItemMetadata(item.modality, self._rows, None, self._rows) for item in request.items)
         shape = (items, self._width, 0, "float32")

@@ -90,7 +90,7 @@ def _info(seconds: float | None, rate: int, channels: int, policy: MediaPolicy) 
 
 def _check_length(seconds: float, policy: MediaPolicy) -> None:
     if seconds > policy.max_audio_seconds:
-        text = f"The recording lasts more than {policy.max_audio_seconds:.0f} s"
+        text = f"The recording lasts more than {policy.max_audio_seconds:.0f} s (--max-audio-seconds)"
         raise BadRequestError("media_too_large", text, limit=policy.max_audio_seconds)
 
 

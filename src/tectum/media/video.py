@@ -229,17 +229,17 @@ def _check_picture(width: int, height: int, policy: MediaPolicy) -> None:
 
 def _check_length(frames: int, seconds: float, policy: MediaPolicy) -> None:
     if frames > policy.max_video_frames:
-        text = f"The clip holds more than {policy.max_video_frames} frames"
+        text = f"The clip holds more than {policy.max_video_frames} frames (--max-video-frames)"
         raise BadRequestError("media_too_large", text, limit=policy.max_video_frames)
     if seconds > policy.max_video_seconds:
-        text = f"The clip lasts {seconds:.0f} s, longer than {policy.max_video_seconds:.0f} s"
+        text = f"The clip lasts {seconds:.0f} s, longer than --max-video-seconds {policy.max_video_seconds:.0f}"
         raise BadRequestError("media_too_large", text, limit=policy.max_video_seconds)
 
 
 def _check_bytes(frames: int, width: int, height: int, policy: MediaPolicy) -> None:
     size = frames * width * height * 3
     if size > policy.max_clip_bytes:
-        text = f"{frames} frames of {width}x{height} are {size} bytes (limit {policy.max_clip_bytes})"
+        text = f"{frames} frames of {width}x{height} are {size} bytes (--max-clip-bytes {policy.max_clip_bytes})"
         raise BadRequestError("media_too_large", text, limit=policy.max_clip_bytes)
 
 

@@ -292,7 +292,9 @@ def _processors(folder: Path, cls: type[FeaturesAdapter]) -> Processors:
     for modality in sorted(cls.modalities):
         loader, what, file = _LOADERS[modality]
         try:
-            found[str(modality)] = getattr(transformers, loader).from_pretrained(folder, local_files_only=True)
+            found[str(modality)] = getattr(transformers, loader).from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # what a damaged processor config raises is not ours to foresee
             text = f"{folder.name} holds no {what} that loads ({type(error).__name__}): is {file} there?"
             raise StartupError("invalid_checkpoint", text) from None

@@ -37,7 +37,7 @@ def read_config(folder: Any, cls: type[FeaturesAdapter]) -> Any:
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config = getattr(config, f"{THINKER}_config", None) or config
         _check_layers(config)
         why = cls.refuse(config)

@@ -18,7 +18,6 @@ from tectum.config import Settings
 from tectum.delivery.staging import Lease, StagingPool
 from tectum.errors import TectumError
 from tectum.media.policy import MediaPolicy
-from tectum.models.revision import encoder_revision
 from tectum.pipeline.limits import fuses
 from tectum.pipeline.pipeline import PreparedPart
 from tectum.pipeline.threads import run_to_end
@@ -50,7 +49,7 @@ class LocalEncoder:
 
     @cached_property
     def revision(self) -> str:
-        return encoder_revision(self.unit.adapter)
+        return self.unit.revision()
 
     async def start(self, pool: StagingPool) -> None:
         await run_to_end(self._forward_thread, self.unit.warm_up)

@@ -409,6 +409,7 @@ class Pipeline:
             self._handle(Failed(job.life, _unexpected(error, "preparing")))
         else:
             job.prepared = prepared
+            job.request = job.request.without_media()  # rows may be held for long, and nobody looks at media again
             job.seconds.update(prepared.seconds)
             job.prepared_at = time.perf_counter()
             self._handle(Prepared(job.life, prepared.metadata))

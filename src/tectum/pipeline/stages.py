@@ -16,7 +16,7 @@ from typing import Protocol
 from tectum.config import Settings
 from tectum.delivery.base import Deliveries
 from tectum.delivery.staging import Lease, StagingPool
-from tectum.errors import TectumError
+from tectum.errors import BadRequestError, TectumError
 from tectum.media.fetch import Fetcher
 from tectum.media.policy import MediaPolicy
 from tectum.media.source import needs_fetch
@@ -71,6 +71,7 @@ class Stages:
         self.reuse = Reuse(encoders.lanes, settings.cache_bytes, policy)
         self.lanes = encoders.lanes + 1  # the last one copies known rows
         self.pool = StagingPool(settings.max_staged_bytes)
+        self._max_fetched = settings.max_fetched_bytes
         self._fetcher = Fetcher(policy)
         self._open = AsyncExitStack()
 
@@ -111,8 +112,9 @@ class Stages:
 
     async def _fetch(self, request: EncodeRequest) -> EncodeRequest:
         """The request with bytes in place of http(s) URLs; all fetched at once, and all given up when one fails."""
+        budget = _Fetched(self._max_fetched)
         tasks = {
-            index: asyncio.ensure_future(self._fetch_item(index, item.url or ""))
+            index: asyncio.ensure_future(self._fetch_item(index, item.url or "", budget))
             for index, item in enumerate(request.items)
             if needs_fetch(item)
         }
@@ -129,9 +131,11 @@ class Stages:
             items[index] = MediaItem(items[index].modality, data=task.result())
         return replace(request, items=tuple(items))
 
-    async def _fetch_item(self, index: int, url: str) -> bytes:
+    async def _fetch_item(self, index: int, url: str, budget: _Fetched) -> bytes:
         try:
-            return await self._fetcher.fetch(url)
+            data = await self._fetcher.fetch(url)
+            budget.add(len(data))
+            return data
         except TectumError as error:
             raise error.at_item(index) from None
 
@@ -182,3 +186,18 @@ class Stages:
 
     def free(self, staged: Staged) -> None:
         self.pool.give_back(staged.lease)
+
+
+class _Fetched:
+    """Bytes that one request has fetched so far."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held = 0
+
+    def add(self, more: int) -> None:
+        """Raises BadRequestError `media_too_large` (413)."""
+        self._held += more
+        if self._held > self._limit:
+            text = f"The request's URLs lead to more than {self._limit} bytes together (--max-fetched-bytes)"
+            raise BadRequestError("media_too_large", text, limit=self._limit)

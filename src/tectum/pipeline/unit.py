@@ -16,6 +16,7 @@ from tectum.errors import BadRequestError, InternalError, TectumError, Unavailab
 from tectum.media.decode import Decoded, check_together, decode_item, probe_item, small_item
 from tectum.media.policy import MediaPolicy
 from tectum.media.source import item_bytes
+from tectum.models.revision import encoder_revision
 from tectum.types import EncodeRequest, MediaInfo, RequestMetadata
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class EncoderUnit:
     def on_device(self) -> bool:
         """Whether rows come from a device, so that waiting for them blocks."""
         return self._stream is not None
+
+    def revision(self) -> str:
+        """What, besides media and options, rows depend on (`models/revision.py`). Reads every weight once."""
+        return encoder_revision(self.adapter)
 
     def prepare(self, request: EncodeRequest) -> tuple[RequestMetadata, Prepared]:
         """Media of `request` (bytes, base64, data: or allowed file: URLs) → the tower's inputs and what they will yield.

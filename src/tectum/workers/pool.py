@@ -15,7 +15,7 @@ from typing import Any
 
 from tectum.config import Settings
 from tectum.delivery.staging import Lease, StagingPool
-from tectum.errors import TectumError, UnavailableError
+from tectum.errors import BadRequestError, TectumError, UnavailableError
 from tectum.pipeline.limits import fuses
 from tectum.pipeline.pipeline import PreparedPart
 from tectum.pipeline.threads import outlast
@@ -209,6 +209,9 @@ class WorkerPool:
         lane.queued[ticket] = USUAL_PATCHES
         try:
             answer = await self._ask(lane, ticket, messages.to_prepare(ticket, request))
+        except (OverflowError, TypeError):
+            self._drop(lane, ticket)
+            raise BadRequestError("invalid_option", "An option holds a value that no encoder takes") from None
         except BaseException:
             self._drop(lane, ticket)
             raise
@@ -240,8 +243,8 @@ class WorkerPool:
             lane.last_step = self._loop.time()
         if lane.watch is None:
             lane.watch = self._loop.call_later(self._settings.stall_timeout, self._look, lane)
-        future = lane.pending[number] = self._loop.create_future()
         lane.process.send(message)
+        future = lane.pending[number] = self._loop.create_future()
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:

@@ -30,6 +30,7 @@ from tectum.bench import null
 from tectum.config import Settings
 from tectum.delivery.staging import StagingMap
 from tectum.errors import InternalError, StartupError, TectumError
+from tectum.media.sniff import picture_format
 from tectum.observe import logs
 from tectum.workers import messages
 from tectum.workers.messages import Encode, Encoded, Failed, Forget, Frames, Loading, Message, Prepare, Prepared, Ready
@@ -197,7 +198,7 @@ def _pixels(item: messages.Item) -> float:
     """Pixels of a picture by its header; infinite when they cannot be told cheaply."""
     try:
         head = item.data or binascii.a2b_base64((item.base64 or "")[:HEAD])
-        width, height = Image.open(io.BytesIO(head)).size
+        width, height = Image.open(io.BytesIO(head), formats=[picture_format(head)]).size
     except Exception:
         return math.inf
     return int(width * height)
@@ -241,10 +242,9 @@ def forward_threads(settings: Settings) -> int:
     return settings.forward_threads or max(1, ((os.cpu_count() or 1) - 1) // settings.lanes)
 
 
-def card(adapter: Any) -> dict[str, Any]:
+def card(unit: Any) -> dict[str, Any]:
     """The entry of `/v1/models`, in OpenAI's form, with what a receiver has to know."""
-    from tectum.models.revision import encoder_revision
-
+    adapter = unit.adapter
     return {
         "id": adapter.model_id,
         "object": "model",
@@ -257,7 +257,7 @@ def card(adapter: Any) -> dict[str, Any]:
         "dtype": adapter.dtype,
         "device": str(adapter.device),
         "encoder_bytes": adapter.encoder_bytes,
-        "revision": encoder_revision(adapter),
+        "revision": unit.revision(),
     }
 
 
@@ -289,7 +289,7 @@ def serve(line: Line, slots: Slots) -> None:
     on_device = unit.on_device
     threads = settings.prepare_threads or (CUDA_PREPARE_THREADS if on_device else 1)
     worker = Worker(line, slots, unit, threads, all_beside=on_device or settings.prepare_threads > 0)
-    line.send(Ready(card(unit.adapter)))
+    line.send(Ready(card(unit)))
     reader = threading.Thread(target=_read_until_gone, args=(line, worker), name="tectum-reader", daemon=True)
     reader.start()
     worker.run()
