@@ -22,7 +22,9 @@ from tectum.demo.answers import checkpoint
 from tectum.demo.encoder_process import EncoderProcess
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+PAGES = [
+    page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "errors" and "```" in page.read_text()
+]
 _BLOCK = re.compile(
     r"(?:<!-- (needs|run by): ([^\n]+?) -->\n)?```(bash|python)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL
 )

@@ -250,7 +250,7 @@ def bench(
 def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the pictures.")] = False,
     swap: Annotated[bool, typer.Option(help="Swap the rows of two pictures on purpose: the answer swaps.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the drawn scenes.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the drawn scenes.")] = 2,
     engine: Annotated[str | None, typer.Option(help="Answer through a real engine: vllm or sglang.")] = None,
 ) -> None:
     """Answer questions about drawn pictures from rows that another process encoded, and compare with one process.
