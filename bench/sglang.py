@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,8 @@ import httpx2
 from rich.console import Console
 from rich.table import Table
 
-from bench.__main__ import ENVIRONMENT, machine, spread
+from bench.report import machine
+from bench.sections import ENVIRONMENT
 from tectum.demo.encoder_process import EncoderProcess
 from tectum.models.tiny import build_tiny_qwen2_5_vl
 
@@ -169,6 +171,10 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     theirs = [max(side["rate"] for name, side in one.items() if name != "tectum") for one in rounds]
     ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
     return {"tectum": spread(ours), "sglang": spread(theirs), "ratio": spread(ratios), "rounds": rounds}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
 
 
 def show(report: dict[str, Any], path: Path) -> None:

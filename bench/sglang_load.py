@@ -19,8 +19,8 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from bench.load import _percentiles
-from bench.pictures import jpegs
+from tectum.bench.pictures import jpegs
+from tectum.bench.plan import Size
 
 
 class Connections:
@@ -102,7 +102,7 @@ def bodies(rid: str, picture: str, address: str) -> tuple[bytes, bytes]:
 
 
 async def run(url: str, side: int, clients: int, seconds: float, row_bytes: int) -> dict[str, object]:
-    pictures = ["data:image/jpeg;base64," + base64.b64encode(jpeg).decode() for jpeg in jpegs(side, 32)]
+    pictures = ["data:image/jpeg;base64," + base64.b64encode(jpeg).decode() for jpeg in jpegs(Size(side, side), 32)]
     connections, receiver = Connections(url), Receiver((side // 28) ** 2 * row_bytes)
     receiving = asyncio.create_task(receiver.receive_forever())
 
@@ -129,6 +129,12 @@ async def run(url: str, side: int, clients: int, seconds: float, row_bytes: int)
         "latency_ms": _percentiles(latencies),
         "generator_cpu_share": (time.process_time() - cpu) / taken,
     }
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    at = {name: ordered[min(int(len(ordered) * q), len(ordered) - 1)] for name, q in (("p50", 0.5), ("p99", 0.99))}
+    return {name: round(value * 1e3, 2) for name, value in at.items()}
 
 
 if __name__ == "__main__":

@@ -28,6 +28,9 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
         "tectum.cli",
         "tectum.bench.run",
         "tectum.bench.generator",
+        "tectum.engines.local",
+        "tectum.engines.pull",
+        "tectum.engines.row_store",
     ],
 )
 def test_the_base_install_imports_nothing_heavy(module):

@@ -130,6 +130,30 @@ def bootstrap(
 
 
 @app.command()
+def gateway(
+    encoders: Annotated[
+        list[str], typer.Option(help="An encoder's http://host:port; give it several times for several.")
+    ],
+    engine: Annotated[str, typer.Option(help="The engine's http://host:port: a vLLM with tectum.engines.vllm.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Anything but loopback needs --token-file.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free one.")] = 30200,
+    token_file: Annotated[Path | None, typer.Option(help="File with the bearer token callers must send.")] = None,
+    encoder_token_file: Annotated[Path | None, typer.Option(help="File with the encoders' bearer token.")] = None,
+    engine_token_file: Annotated[
+        Path | None, typer.Option(help="File with the engine's bearer token; without it the caller's own passes on.")
+    ] = None,
+    max_body_bytes: Annotated[int, typer.Option(min=1024, help="Largest request body (bytes).")] = 64 * 1024 * 1024,
+    encode_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that an encoder may take.")] = 120.0,
+) -> None:
+    """Put encoders before an engine: OpenAI chat requests in, their pictures encoded, all else passed through."""
+    arguments = {name: value for name, value in locals().items() if name != "encoders"}
+    settings = _needs_serve("tectum.serving.gateway", "GatewaySettings")(encoders=tuple(encoders), **arguments)
+    raise typer.Exit(_needs_serve("tectum.serving.gateway", "run")(settings))
+
+
+@app.command()
 @with_settings(["device", "dtype", "forward_threads", "allow_private_urls", "fetch_timeout", "max_image_pixels"])
 def encode(
     files: Annotated[list[str], typer.Argument(metavar="FILE_OR_URL…", help="Pictures: files, http(s) or data URLs.")],

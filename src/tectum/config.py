@@ -45,6 +45,10 @@ class Settings(BaseSettings):
     head_timeout: float = Field(
         10.0, gt=0, le=600, description="Seconds that a request line and headers may take to arrive."
     )
+    local_socket: Path | None = Field(
+        None,
+        description="Unix socket at which receivers on this host, of this user, read staged rows in place; none without.",
+    )
     max_body_bytes: int = Field(
         64 * MIB, ge=1024, le=4096 * MIB, description="Largest request body (bytes); more is refused with 413."
     )
@@ -178,6 +182,13 @@ class Settings(BaseSettings):
         ge=1024,
         le=1 << 44,
         description="Most bytes of rows held for receivers; more are refused with 503.",
+    )
+    cache_bytes: int = Field(
+        0,
+        ge=0,
+        le=1 << 44,
+        description="Most bytes of rows kept by content after delivery, so that the same media need no forward again; "
+        "0 keeps none: rows of people's pictures then outlive no request.",
     )
     max_items: int = Field(64, ge=1, le=10_000, description="Most items in one request.")
 

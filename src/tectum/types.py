@@ -55,7 +55,10 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class EncodeRequest:
-    """One part of one user request: all its items go through one encoder and share one fate."""
+    """One part of one user request: all its items go through one encoder and share one fate.
+
+    tenant: on whose behalf; rows are never shared between tenants. content_keys: whether the metadata names its content.
+    """
 
     req_id: str
     items: tuple[MediaItem, ...]
@@ -64,6 +67,8 @@ class EncodeRequest:
     deadline_ms: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     delivery: Literal["inline", "hold"] = "inline"
+    tenant: str = ""
+    content_keys: bool = False
 
     @property
     def modality(self) -> Modality:
@@ -190,6 +195,7 @@ class RequestMetadata:
 
     width: columns of `rows`. deepstack_layers: how many further `[rows, width]` arrays follow.
     dtype: one of `DTYPE_BYTES`, both of the staged rows and on the wire.
+    content_keys: the key of each item's content (`tectum.cache.key`), where they were worked out.
     """
 
     req_id: str
@@ -199,6 +205,7 @@ class RequestMetadata:
     width: int
     deepstack_layers: int
     dtype: str
+    content_keys: tuple[str, ...] = ()
 
     @property
     def modality(self) -> Modality:
@@ -239,6 +246,7 @@ class RequestMetadata:
             "deepstack_layers": self.deepstack_layers,
             "dtype": self.dtype,
             "bytes": self.nbytes,
+            **({"content_keys": list(self.content_keys)} if self.content_keys else {}),
         }
 
 

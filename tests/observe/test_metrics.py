@@ -6,13 +6,14 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tectum.errors import BadRequestError, DeliveryError
 from tectum.lifecycle.events import Milestone, Reason
 from tectum.observe.metrics import Metrics
-from tectum.types import Destination, Modality
+from tectum.types import Destination
 from tests.pipeline.harness import inline, request, scenario, start
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -164,13 +165,16 @@ def test_refusals_are_counted_by_cause():
     assert seen['encoder_requests_received_total{modality="image"}'] == 1
 
 
+REUSE = SimpleNamespace(hits=2, misses=1, cache=SimpleNamespace(nbytes=640))
+
+
 def test_the_cache_counts_queries_and_hits():
     metrics = Metrics()
-    for hit in (False, True, True):
-        metrics.looked_up(Modality.IMAGE, hit=hit)
+    metrics.watch_reuse(REUSE)
     seen = values(metrics)
-    assert seen['encoder_cache_queries_total{modality="image"}'] == 3
-    assert seen['encoder_cache_hits_total{modality="image"}'] == 2
+    assert seen["encoder_cache_queries_total"] == 3
+    assert seen["encoder_cache_hits_total"] == 2
+    assert seen["encoder_cache_bytes"] == 640
 
 
 def exposed() -> dict[str, set[str]]:
@@ -182,6 +186,8 @@ def exposed() -> dict[str, set[str]]:
 
     scenario(watch)
     metrics.watch_bodies(SimpleNamespace(held=0))
+    metrics.watch_pages(lambda: 0)
+    metrics.watch_reuse(REUSE)
     labels = {}
     for collector in list(metrics.registry._collector_to_names):
         for family in collector.collect():

@@ -25,7 +25,7 @@ def encoder_a(tiny: Path) -> Iterator[EncoderProcess]:
         "--unknown-id-wait",
         "0.5",
         "--send-timeout",
-        "2",
+        "6",
         "--allow-private-urls",
         "--max-media-bytes",
         "2000000",

@@ -75,11 +75,10 @@ def test_2_forty_dead_receivers_do_not_delay_a_healthy_one(server, encoder_a):
     ]
     until(lambda: _staged(encoder_a) >= 40)  # all of them wait for somebody who is not there
     with Receiver() as receiver:
-        started = time.monotonic()
         (answer,) = server.encode("alive", [jpeg()], embedding_port=receiver.port)
         receiver.rows("alive")
         assert answer.result(20).status_code == 200
-        assert time.monotonic() - started < 1.0  # the send time-out here is 2 s
+        assert not any(answer.done() for answer in dead)  # each of them still waits for its own time-out
     assert {answer.result(20).status_code for answer in dead} == {504}
     until(lambda: nothing_is_held(encoder_a))
 

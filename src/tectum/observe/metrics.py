@@ -6,7 +6,7 @@ Names follow vLLM and SGLang where they have one for the same thing (`…_queue_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from tectum.errors import TectumError
 from tectum.observe.watcher import JobView, Watcher
-from tectum.types import EncodeRequest, Modality
+from tectum.types import EncodeRequest
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -47,6 +47,19 @@ class _Encoders(Protocol):
     def up(self) -> int: ...
 
 
+class _Cache(Protocol):
+    nbytes: int
+
+
+class _Reuse(Protocol):
+    @property
+    def hits(self) -> int: ...
+    @property
+    def misses(self) -> int: ...
+    @property
+    def cache(self) -> _Cache: ...
+
+
 class Metrics(Watcher):
     """All metrics of one service, in a registry of their own."""
 
@@ -58,8 +71,6 @@ class Metrics(Watcher):
         self._refusals = self._counter("encoder_refusals", "Requests refused at the door, by code.", "code")
         self._items = self._counter("encoder_items", "Items that were encoded.", "modality")
         self._rows = self._counter("encoder_rows", "Embedding rows produced.", "modality")
-        self._cache_queries = self._counter("encoder_cache_queries", "Look-ups of rows in the cache.", "modality")
-        self._cache_hits = self._counter("encoder_cache_hits", "Look-ups that found their rows.", "modality")
         self._stages = {
             stage: self._histogram(*named, _SECONDS, "modality", "status") for stage, named in _STAGES.items()
         }
@@ -90,6 +101,14 @@ class Metrics(Watcher):
         """Have the bytes of request bodies read whenever somebody scrapes."""
         text = "Bytes of request bodies that are held."
         Gauge("encoder_body_bytes", text, registry=self.registry).set_function(lambda: budget.held)
+
+    def watch_pages(self, count: Callable[[], int]) -> None:
+        """Have the number of open live pages read whenever somebody scrapes."""
+        Gauge("encoder_live_pages", "Live pages that are open.", registry=self.registry).set_function(count)
+
+    def watch_reuse(self, reuse: _Reuse) -> None:
+        """Have look-ups by content, and what is kept of it, read whenever somebody scrapes."""
+        self.registry.register(_Known(reuse))
 
     # --- what the doors tell ---
 
@@ -127,14 +146,6 @@ class Metrics(Watcher):
             self._items.labels(modality).inc(len(job.request.items))
             self._rows.labels(modality).inc(job.prepared.metadata.rows)
 
-    # --- what the cache tells ---
-
-    def looked_up(self, modality: Modality, *, hit: bool) -> None:
-        """The cache was asked for the rows of one item."""
-        self._cache_queries.labels(modality).inc()
-        if hit:
-            self._cache_hits.labels(modality).inc()
-
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
@@ -168,6 +179,21 @@ class _Now:
         yield CounterMetricFamily(
             "encoder_worker_restarts", "Encoder processes that were started again.", encoders.restarts
         )
+
+
+class _Known:
+    """What is known by content, read when somebody scrapes."""
+
+    def __init__(self, reuse: _Reuse) -> None:
+        self._reuse = reuse
+
+    def collect(self) -> Iterator[Metric]:
+        reuse = self._reuse
+        queries = "Requests looked up by content: where a cache is kept, or content keys are asked for."
+        yield CounterMetricFamily("encoder_cache_queries", queries, value=reuse.hits + reuse.misses)
+        hits = "Requests whose rows were known by content, or encoded for another at that moment."
+        yield CounterMetricFamily("encoder_cache_hits", hits, value=reuse.hits)
+        yield GaugeMetricFamily("encoder_cache_bytes", "Bytes of rows kept by content.", reuse.cache.nbytes)
 
 
 def _status(error: TectumError | None) -> str:

@@ -22,7 +22,10 @@ class PreparedView(Protocol):
 
 
 class JobView(Protocol):
-    """One life, read only. seconds: how long each finished stage took; prepared_at: on `time.perf_counter`."""
+    """One life, read only. seconds: how long each finished stage took; prepared_at: on `time.perf_counter`.
+
+    destinations: addresses that a send was begun to.
+    """
 
     @property
     def life(self) -> int: ...
@@ -34,6 +37,8 @@ class JobView(Protocol):
     def prepared_at(self) -> float: ...
     @property
     def seconds(self) -> dict[str, float]: ...
+    @property
+    def destinations(self) -> list[str]: ...
 
 
 class Watcher:

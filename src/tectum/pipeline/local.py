@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from tectum.config import Settings
 from tectum.delivery.staging import Lease, StagingPool
 from tectum.errors import TectumError
 from tectum.media.policy import MediaPolicy
+from tectum.models.revision import encoder_revision
 from tectum.pipeline.limits import fuses
 from tectum.pipeline.pipeline import PreparedPart
 from tectum.pipeline.threads import run_to_end
@@ -45,6 +47,10 @@ class LocalEncoder:
         )
         self._inputs: dict[int, Any] = {}
         self._tickets = itertools.count(1)
+
+    @cached_property
+    def revision(self) -> str:
+        return encoder_revision(self.unit.adapter)
 
     async def start(self, pool: StagingPool) -> None:
         await run_to_end(self._forward_thread, self.unit.warm_up)

@@ -67,13 +67,15 @@ log = logging.getLogger("tectum.pipeline")
 class PreparedPart:
     """What the prepare stage made of a request. The inputs stay with the encoder that made them.
 
-    lane: which encoder that is. ticket: its name for them. seconds: how long each step took.
+    lane: which encoder that is. ticket: its name for them. seconds: how long each step took. flight: who waits for the
+    same rows (`reuse.py`).
     """
 
     metadata: RequestMetadata
     ticket: Any
     lane: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    flight: Any = None
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from tectum.media.fetch import Fetcher
 from tectum.media.policy import MediaPolicy
 from tectum.media.source import needs_fetch
 from tectum.pipeline.pipeline import PreparedPart, Staged
+from tectum.pipeline.reuse import Reuse
 from tectum.types import Destination, EncodeRequest, MediaItem
 
 
@@ -28,12 +29,15 @@ class Encoders(Protocol):
     """One or more loaded encoders, each a lane: it prepares requests, keeps their inputs, and runs one forward at a time.
 
     lanes: how many. fuses: whether requests share a forward. on_lane_lost: called with the lane whose encoder died;
-    what it had prepared is gone.
+    what it had prepared is gone. revision: what, besides media and options, the rows depend on (`models/revision.py`).
     """
 
     lanes: int
     fuses: bool
     on_lane_lost: Callable[[int], None]
+
+    @property
+    def revision(self) -> str: ...
 
     async def start(self, pool: StagingPool) -> None:
         """Load and warm up; rows will be written into leases of `pool`. Raises StartupError."""
@@ -63,9 +67,11 @@ class Stages:
     def __init__(self, encoders: Encoders, settings: Settings, deliveries: Deliveries | None = None) -> None:
         self.encoders = encoders
         self.deliveries = deliveries or Deliveries({})
-        self.lanes = encoders.lanes
+        policy = MediaPolicy.from_settings(settings)
+        self.reuse = Reuse(encoders.lanes, settings.cache_bytes, policy)
+        self.lanes = encoders.lanes + 1  # the last one copies known rows
         self.pool = StagingPool(settings.max_staged_bytes)
-        self._fetcher = Fetcher(MediaPolicy.from_settings(settings))
+        self._fetcher = Fetcher(policy)
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Stages:
@@ -91,12 +97,17 @@ class Stages:
         started = time.perf_counter()
         fetched = await self._fetch(request)
         fetch_ended = time.perf_counter()
-        part = await self.encoders.prepare(fetched)
+        if self.reuse.wanted(fetched):
+            part = await self.reuse.prepare(fetched, self.encoders.revision, self.encoders.prepare)
+        else:
+            part = await self.encoders.prepare(fetched)
         part.seconds = {"fetch": fetch_ended - started, "prepare": time.perf_counter() - fetch_ended}
         return part
 
     def forget(self, part: PreparedPart) -> None:
-        self.encoders.forget(part)
+        self.reuse.forget(part)
+        if part.lane != self.reuse.lane:
+            self.encoders.forget(part)
 
     async def _fetch(self, request: EncodeRequest) -> EncodeRequest:
         """The request with bytes in place of http(s) URLs; all fetched at once, and all given up when one fails."""
@@ -134,7 +145,11 @@ class Stages:
             return results
         try:
             parts, staged = zip(*admitted, strict=True)
-            errors = await self.encoders.forward(parts, [each.lease for each in staged])
+            forward = self.reuse.copy if parts[0].lane == self.reuse.lane else self.encoders.forward
+            errors = await forward(parts, [each.lease for each in staged])
+            for part, each, error in zip(parts, staged, errors, strict=True):
+                if error is None:
+                    await self.reuse.keep(part, each.lease)
         except BaseException:
             for _, each in admitted:
                 self.free(each)

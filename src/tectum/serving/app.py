@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import Gauge
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 import tectum
@@ -58,8 +57,7 @@ def create_app(
     if recent is not None:
         page = dashboard.Dashboard(pipeline, pool, settings, recent)
         app.include_router(dashboard.router(page, tokens))
-        pages = Gauge("encoder_live_pages", "Live pages that are open.", registry=metrics.registry)
-        pages.set_function(lambda: page.open_pages)
+        metrics.watch_pages(lambda: page.open_pages)
     if trace.wanted(settings.trace_endpoint):
         app.add_middleware(TraceCaller)
     app.add_middleware(Guard, settings=settings, tokens=tokens, budget=budget, hung_up=metrics.hung_up, refuse=_refusal)

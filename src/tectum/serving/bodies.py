@@ -73,6 +73,13 @@ class EncodeBody(Struct, forbid_unknown_fields=True):
     ] = field(default_factory=dict)
     delivery: DeliveryBody = field(default_factory=DeliveryBody)
 
+    tenant: Annotated[
+        str, Meta(max_length=256, description="On whose behalf; rows are never shared between tenants.")
+    ] = ""
+    content_keys: Annotated[
+        bool, Meta(description="Whether the metadata names the content of each item by its key.")
+    ] = False
+
     def __post_init__(self) -> None:
         if self.part_idx >= self.num_parts:
             raise ValueError("part_idx must be below num_parts")
@@ -94,6 +101,8 @@ class EncodeBody(Struct, forbid_unknown_fields=True):
             deadline_ms=self.deadline_ms,
             options=self.options,
             delivery=self.delivery.mode,
+            tenant=self.tenant,
+            content_keys=self.content_keys,
         )
 
 

@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.resources import files
 from itertools import islice
 from typing import Any
@@ -27,8 +27,9 @@ import tectum
 from tectum import catalogue
 from tectum.config import Settings
 from tectum.errors import BadRequestError, TectumError, UnavailableError
-from tectum.lifecycle.events import Reason, State
-from tectum.pipeline.pipeline import Job, Pipeline
+from tectum.lifecycle.events import State
+from tectum.observe.watcher import JobView, Watcher
+from tectum.pipeline.pipeline import Pipeline
 from tectum.serving.guard import Tokens
 from tectum.serving.presence import Caller, CallerGoneError
 from tectum.types import Destination, EncodeRequest, RequestMetadata
@@ -63,7 +64,7 @@ _FILES = (
 _SAMPLES = ("astronaut.jpg", "cat.jpg", "coffee.jpg", "rocket.jpg")
 
 
-class Recent:
+class Recent(Watcher):
     """An observer that remembers the last outcomes and counts all of them."""
 
     def __init__(self, kept: int = KEPT) -> None:
@@ -75,19 +76,13 @@ class Recent:
         self.refusals: Counter[str] = Counter()
         self._sends: dict[int, float] = {}  # life -> its longest delivery so far
 
-    def accepted(self, job: Job, seconds: float) -> None:
-        """Live requests are read from the ledger."""
-
-    def batch(self, jobs: Sequence[Job]) -> None:
-        """A forward is in the seconds of its requests."""
-
-    def sent(self, job: Job, backend: str, seconds: float, error: TectumError | None) -> None:
+    def sent(self, job: JobView, backend: str, seconds: float, error: TectumError | None) -> None:
         self._sends[job.life] = max(seconds, self._sends.get(job.life, 0.0))
 
-    def freed(self, job: Job) -> None:
+    def freed(self, job: JobView) -> None:
         self._sends.pop(job.life, None)
 
-    def ended(self, job: Job, reason: Reason, error: TectumError | None, seconds: float) -> None:
+    def ended(self, job: JobView, reason: str, error: TectumError | None, seconds: float) -> None:
         self.ended_count += 1
         self.releases[str(reason)] += 1
         metadata = None if job.prepared is None else job.prepared.metadata

@@ -62,6 +62,11 @@ class Tokens:
             found |= hmac.compare_digest(given, token)
         return found
 
+    @property
+    def first(self) -> str:
+        """The token to send to others, where the file is one's own."""
+        return self._tokens[0].decode()
+
     def _reload(self) -> None:
         stamp = self._look()
         if stamp is None or stamp == self._stamp:
@@ -185,11 +190,15 @@ def check_size(size: int, limit: int) -> None:
         raise BadRequestError("body_too_large", f"The body is larger than --max-body-bytes {limit}")
 
 
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
+
+
 class Guard:
     """Refuses requests without a token (401), and bodies that are too large (413), too many (503) or too slow (408).
 
     hung_up: hears of each caller that left, or stopped reading, before it was answered.
-    refuse: makes the answer to a refused request, from its path and the error.
+    refuse: makes the answer to a refused request, from its path and the error. is_open: paths that need no token.
     """
 
     def __init__(
@@ -201,8 +210,10 @@ class Guard:
         budget: BodyBudget,
         hung_up: Callable[[], None],
         refuse: Callable[[str, TectumError], Response],
+        is_open: Callable[[str], bool] = _is_open,
     ) -> None:
         self.app = app
+        self._is_open = is_open
         self._settings = settings
         self._tokens = tokens
         self._budget = budget
@@ -233,7 +244,7 @@ class Guard:
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes], coming: bool, declared: int) -> None:
         """Raises TectumError for a request that is not let in. Looks at its headers alone."""
-        tokens = None if _is_open(scope["path"]) else self._tokens
+        tokens = None if self._is_open(scope["path"]) else self._tokens
         if tokens is not None and not tokens.accept(headers.get(b"authorization", b"")):
             raise BadRequestError("unauthorized", "A bearer token is needed: Authorization: Bearer …")
         if tokens is None and _from_another_site(headers):
@@ -247,10 +258,6 @@ class Guard:
             )
         check_size(declared, self._settings.max_body_bytes)
         self._budget.check(declared)
-
-
-def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
 
 
 def _from_another_site(headers: dict[bytes, bytes]) -> bool:

@@ -41,6 +41,7 @@ from tectum.serving.discovery import announced, bootstrap_urls
 from tectum.serving.guard import Tokens
 from tectum.serving.health import Health
 from tectum.serving.listen import BACKLOG, bind, bracketed
+from tectum.serving.local import local_door
 from tectum.serving.sglang import Doors
 from tectum.workers.pool import WorkerPool
 
@@ -152,7 +153,11 @@ async def _serve(
         if recent is not None:
             observers.append(recent)
         pipeline = await open_.enter_async_context(running_pipeline(stages, settings, observers))
+        if settings.local_socket is not None:
+            door = local_door(pipeline, stages.pool.fd, settings.local_socket, settings.send_timeout)
+            await open_.enter_async_context(door)
         metrics.watch(pipeline.ledger, pool)
+        metrics.watch_reuse(stages.reuse)
         health, doors = Health(pipeline, pool, settings), Doors(pipeline, sending, settings)
         app = create_app(pipeline, pool, settings, metrics, doors, health, recent)
         if settings.grpc_port is not None:

@@ -72,6 +72,7 @@ class WorkerPool:
         self.fuses = False
         self.on_lane_lost: Callable[[int], None] = _nothing
         self.card: dict[str, Any] = {}
+        self.revision = ""
         self.restarts = 0
         self._settings = settings
         self._tell = tell or _silent
@@ -96,6 +97,7 @@ class WorkerPool:
             await self.stop()
             raise
         self.fuses = fuses(self._settings, self.card["device"])
+        self.revision = self.card["revision"]
         for lane in self._lanes[: self._launcher.least]:
             lane.keeper = asyncio.ensure_future(self._keep_up(lane))
         if self._launcher.least < self._launcher.most:

@@ -243,6 +243,8 @@ def forward_threads(settings: Settings) -> int:
 
 def card(adapter: Any) -> dict[str, Any]:
     """The entry of `/v1/models`, in OpenAI's form, with what a receiver has to know."""
+    from tectum.models.revision import encoder_revision
+
     return {
         "id": adapter.model_id,
         "object": "model",
@@ -255,6 +257,7 @@ def card(adapter: Any) -> dict[str, Any]:
         "dtype": adapter.dtype,
         "device": str(adapter.device),
         "encoder_bytes": adapter.encoder_bytes,
+        "revision": encoder_revision(adapter),
     }
 
 

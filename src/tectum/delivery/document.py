@@ -1,0 +1,194 @@
+"""An embedding's document (`wire.py`), read where it lies: its arrays are views of the receiver's own buffer, not copies.
+
+For receivers that keep rows in memory of their own choosing: pinned, shared, pre-faulted. Whatever the document claims
+is checked before a view of it is given out. Imports neither torch nor numpy until rows are looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tectum.delivery.wire import VERSION, Raw
+from tectum.errors import DeliveryError
+from tectum.types import DTYPE_BYTES, Embedding, Grid
+
+#: longest header (bytes) that is parsed; ours have a few hundred, and 24 more for each item
+MAX_HEADER = 1024 * 1024
+_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "U8": "uint8"}
+_ITEM_BYTES = {**DTYPE_BYTES, "int64": 8, "uint8": 1}
+
+
+class _Tensor(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    data: memoryview
+
+
+class Document(NamedTuple):
+    """One part's rows in place.
+
+    arrays: the rows, then the deepstack layers, each `[tokens, width]` of `dtype` as its bytes. offsets: where each
+    begins in the buffer. item_rows sum to `tokens`; grid_thw and items (further facts) have one entry for each item, or
+    none at all.
+    """
+
+    req_id: str
+    dtype: str
+    item_rows: tuple[int, ...]
+    grid_thw: tuple[Grid, ...]
+    arrays: tuple[Raw, ...]
+    offsets: tuple[int, ...]
+    items: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return self.arrays[0].shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.arrays[0].shape[1]
+
+    def finite(self) -> bool:
+        """Whether no element is NaN or infinite."""
+        return all(_finite(array.data, self.dtype) for array in self.arrays)
+
+    def embedding(self) -> Embedding:
+        """The same rows as arrays on the same memory: torch tensors where torch is installed, else numpy arrays.
+
+        The buffer must be writable for torch. bfloat16 rows without torch are widened to float32, in a copy.
+        """
+        arrays, held = zip(*(_array(array, self.dtype) for array in self.arrays), strict=True)
+        return Embedding(arrays[0], self.item_rows, self.grid_thw, tuple(arrays[1:]), held[0], self.req_id, self.items)
+
+
+def read(buffer: memoryview) -> Document:
+    """The document that fills `buffer` (bytes). Raises DeliveryError `invalid_rows` when anything is not as it should be."""
+    tensors, metadata = _parse(buffer)
+    if metadata.get("tectum") != VERSION:
+        raise _invalid(f"The document is not in Tectum's format {VERSION}")
+    checksum = 0
+    for name in sorted(tensors):
+        checksum = zlib.crc32(tensors[name].data, checksum)
+    if f"{checksum:08x}" != metadata.get("crc32"):
+        raise _invalid("The checksum of the rows does not match: they were damaged on the way")
+    item_rows = tuple(_integers(tensors, "item_rows", 1))
+    flat = _integers(tensors, "grid_thw", 2) if "grid_thw" in tensors else []
+    grid_thw = tuple((flat[i], flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3))
+    dtype = str(metadata.get("dtype"))
+    arrays = _arrays(tensors, dtype)
+    if grid_thw and len(grid_thw) != len(item_rows):
+        raise _invalid(f"{len(item_rows)} items, but {len(grid_thw)} grids")
+    if sum(item_rows) != arrays[0].shape[0]:
+        raise _invalid(f"item_rows sum to {sum(item_rows)}, but there are {arrays[0].shape[0]} rows")
+    raws = tuple(Raw((array.shape[0], array.shape[1]), array.data) for array in arrays)
+    starts = tuple(array.start for array in arrays)
+    items = _items(tensors, len(item_rows))
+    return Document(str(metadata.get("req_id", "")), dtype, item_rows, grid_thw, raws, starts, items)
+
+
+def _invalid(text: str) -> DeliveryError:
+    return DeliveryError("invalid_rows", text)
+
+
+def _parse(buffer: memoryview) -> tuple[dict[str, _Tensor], Mapping[str, Any]]:
+    """The tensors by name, and the string metadata. Tensors fill the rest of the buffer, without gap or overlap."""
+    length = int.from_bytes(buffer[:8], "little")
+    if len(buffer) < 8 or not 2 <= length <= min(MAX_HEADER, len(buffer) - 8):
+        raise _invalid("The document is not readable safetensors")
+    try:
+        header = json.loads(bytes(buffer[8 : 8 + length]))
+        metadata = header.pop("__metadata__", {})
+        tensors = {str(name): _tensor(entry, buffer, 8 + length) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise _invalid("The document is not readable safetensors") from None
+    end = 8 + length
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, len(tensor.data))):
+        if tensor.start != end:
+            raise _invalid("The tensors of the document overlap or leave gaps")
+        end += len(tensor.data)
+    if end != len(buffer) or not isinstance(metadata, dict):
+        raise _invalid("The document is longer or shorter than its header says")
+    return tensors, metadata
+
+
+def _tensor(entry: Mapping[str, Any], buffer: memoryview, base: int) -> _Tensor:
+    dtype, shape, (start, end) = _NAMES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    count = 1
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise ValueError("a size")
+        count *= size
+    if type(start) is not int or type(end) is not int or start < 0 or end - start != count * _ITEM_BYTES[dtype]:
+        raise ValueError("offsets")
+    return _Tensor(dtype, tuple(shape), base + start, buffer[base + start : base + end])
+
+
+def _integers(tensors: Mapping[str, _Tensor], name: str, ndim: int) -> list[int]:
+    tensor = tensors.get(name)
+    if tensor is None or tensor.dtype != "int64" or len(tensor.shape) != ndim:
+        raise _invalid(f"Tensor {name} is missing or not int64 of {ndim} dimensions")
+    values = [int.from_bytes(tensor.data[at : at + 8], "little", signed=True) for at in range(0, len(tensor.data), 8)]
+    if (ndim == 2 and tensor.shape[1] != 3) or any(value < 0 for value in values):
+        raise _invalid(f"Tensor {name} holds values that cannot be")
+    return values
+
+
+def _items(tensors: Mapping[str, _Tensor], count: int) -> tuple[Mapping[str, Any], ...]:
+    """The facts of each item, where the document has them."""
+    tensor = tensors.get("items")
+    if tensor is None:
+        return ()
+    try:
+        found = json.loads(bytes(tensor.data))
+    except (ValueError, RecursionError):
+        found = None
+    if tensor.dtype != "uint8" or not isinstance(found, list) or len(found) != count:
+        raise _invalid(f"The facts of the {count} items cannot be read")
+    if not all(isinstance(facts, dict) for facts in found):
+        raise _invalid(f"The facts of the {count} items cannot be read")
+    return tuple(found)
+
+
+def _arrays(tensors: Mapping[str, _Tensor], dtype: str) -> list[_Tensor]:
+    """The rows and the deepstack layers, all of one shape and type; no other tensor may be there."""
+    layers: list[_Tensor] = []
+    while (layer := tensors.get(f"deepstack.{len(layers)}")) is not None:
+        layers.append(layer)
+    rows = tensors.get("rows")
+    known = {"rows", "item_rows", "grid_thw", "items", *(f"deepstack.{number}" for number in range(len(layers)))}
+    if rows is None or set(tensors) - known:
+        raise _invalid("The document has no rows, or tensors that are not Tectum's")
+    for array in (rows, *layers):
+        if array.dtype != dtype or len(array.shape) != 2 or array.shape != rows.shape:
+            raise _invalid(f"Rows are {array.dtype} {list(array.shape)[:4]}, not {dtype[:20]} [tokens, width]")
+    return [rows, *layers]
+
+
+def _finite(data: memoryview, dtype: str) -> bool:
+    import numpy as np
+
+    if dtype == "bfloat16":  # numpy has none: an exponent of all ones is what makes a NaN or an infinity
+        return not bool(((np.frombuffer(data, np.uint16) & 0x7F80) == 0x7F80).any())
+    return bool(np.isfinite(np.frombuffer(data, dtype)).all())
+
+
+def _array(array: Raw, dtype: str) -> tuple[Any, str]:
+    from importlib.util import find_spec
+
+    if find_spec("torch") is not None:
+        import torch
+
+        kind = getattr(torch, dtype)
+        if not len(array.data):
+            return torch.empty(array.shape, dtype=kind), dtype
+        return torch.frombuffer(array.data, dtype=kind).view(array.shape), dtype
+    import numpy as np
+
+    if dtype != "bfloat16":
+        return np.frombuffer(array.data, dtype).reshape(array.shape), dtype
+    wide = (np.frombuffer(array.data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return wide.reshape(array.shape), "float32"

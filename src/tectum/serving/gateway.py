@@ -1,0 +1,546 @@
+"""`tectum gateway`: OpenAI chat requests in, pictures to the encoders, everything else to the engine. For vLLM.
+
+Each picture is encoded and held by an encoder; the engine gets the request with metadata in its place (its grid, and a
+uuid that is the content key), and says so in `ec_transfer_params`, so that `tectum.engines.vllm` finds the rows. Requests
+without media, and every other path, pass through untouched.
+
+Owns the two hops of one request: what was held for it is given back when it ends, however it ends. It decodes no media, and
+large strings of the JSON are cut out and passed on as they are, never decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import httpx2
+import msgspec
+from msgspec import Raw
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tectum.config import Settings, is_loopback
+from tectum.errors import BadRequestError, InternalError, MMError, StartupError, TectumError, UnavailableError
+from tectum.serving.connection import Connection, ConnectionLimits
+from tectum.serving.guard import BodyBudget, Guard, Tokens
+
+T = TypeVar("T")
+log = logging.getLogger("tectum.gateway")
+
+CHAT = "/v1/chat/completions"
+#: bodies above this many bytes are taken apart in a thread
+IN_THREAD = 512 * 1024
+#: what a body must hold, in some way, to hold media
+_MARKS = (b"image", b"video", b"audio")
+#: parts of a message that the encoders cannot take (yet), by type
+_REFUSED = frozenset({"video_url", "audio_url", "input_audio", "image_pil"})
+#: headers that belong to one hop
+_HOP = frozenset(
+    {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"}
+)
+_parts = msgspec.json.Decoder(list[Raw]).decode
+_object = msgspec.json.Decoder(dict[str, Raw]).decode
+_string = msgspec.json.Decoder(str).decode
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """encoders, engine: `http(s)://host:port`. Token files hold one token on their first line: the one that callers must
+    send, and those that the encoders and the engine want (without the latter the caller's own passes on).
+
+    Raises StartupError `invalid_settings`.
+    """
+
+    encoders: tuple[str, ...]
+    engine: str
+    host: str = "127.0.0.1"
+    port: int = 30200
+    token_file: Path | None = None
+    encoder_token_file: Path | None = None
+    engine_token_file: Path | None = None
+    max_body_bytes: int = 64 * 1024 * 1024
+    encode_timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        if not self.encoders:
+            raise StartupError("invalid_settings", "encoders: give at least one")
+        for url in (*self.encoders, self.engine):
+            if not url.startswith(("http://", "https://")):
+                raise StartupError(
+                    "invalid_settings", f"{url[:80]}: an address is http://host:port or https://host:port"
+                )
+        if not is_loopback(self.host) and self.token_file is None:
+            text = f"host {self.host} is reachable from outside: give --token-file, or listen on 127.0.0.1"
+            raise StartupError("invalid_settings", text)
+
+
+# --- the request's JSON, taken apart and put together ---
+
+
+@dataclass(slots=True)
+class _Picture:
+    """One picture of a chat request. message, part: where it stands; url: the JSON string as it came."""
+
+    message: int
+    part: int
+    url: Raw
+
+
+@dataclass(slots=True)
+class Chat:
+    """A chat request with its large strings still encoded."""
+
+    body: dict[str, Raw]
+    messages: list[dict[str, Raw]]
+    contents: dict[int, list[Raw]] = field(default_factory=dict)  # message -> its parts
+    pictures: list[_Picture] = field(default_factory=list)
+
+    @staticmethod
+    def read(data: bytes) -> Chat | None:
+        """The request, or None when it is not one with media: then it is the engine's to read.
+
+        Raises BadRequestError for media that the encoders cannot take.
+        """
+        try:
+            body = _object(data)
+            messages = [_object(message) for message in _parts(body["messages"])]
+            chat = Chat(body, messages)
+            for index, message in enumerate(messages):
+                chat._look_at(index, message.get("content", Raw(b"null")))
+        except (msgspec.DecodeError, KeyError, UnicodeDecodeError):
+            return None
+        return chat if chat.pictures else None
+
+    def _look_at(self, index: int, content: Raw) -> None:
+        if _first(content) != b"[":
+            return
+        self.contents[index] = _parts(content)
+        for number, raw in enumerate(self.contents[index]):
+            if _first(raw) != b"{":
+                continue
+            part = _object(raw)
+            kind = _string(part["type"]) if "type" in part else ""
+            if kind in _REFUSED:
+                text = f"The encoders behind this gateway take image_url parts, not {kind}"
+                raise BadRequestError("unsupported_modality", text, item=len(self.pictures))
+            if kind == "image_url" or (not kind and "image_url" in part):
+                self.pictures.append(_Picture(index, number, self._url(part)))
+
+    def _url(self, part: Mapping[str, Raw]) -> Raw:
+        url = part.get("image_url", Raw(b"null"))
+        if _first(url) == b"{":
+            url = _object(url).get("url", Raw(b"null"))
+        if _first(url) != b'"':
+            text = "An image_url part needs a url: http(s) or data"
+            raise BadRequestError("invalid_request", text, item=len(self.pictures))
+        return url
+
+    def options(self) -> dict[str, Any]:
+        """Processor options of the request: they go to the encoder, and into the key."""
+        if "media_io_kwargs" in self.body:
+            raise BadRequestError("invalid_option", "media_io_kwargs is not known to the encoders")
+        try:
+            given = msgspec.json.decode(self.body.get("mm_processor_kwargs", Raw(b"null")))
+        except msgspec.DecodeError:
+            given = 0
+        if given is not None and not isinstance(given, dict):
+            raise BadRequestError("invalid_option", "mm_processor_kwargs must be an object")
+        return given or {}
+
+    def rewritten(self, held: Sequence[Held]) -> bytes:
+        """The request for the engine: each picture is its metadata now."""
+        for picture, rows in zip(self.pictures, held, strict=True):
+            self.contents[picture.message][picture.part] = Raw(msgspec.json.encode(rows.part()))
+        for index, parts in self.contents.items():
+            self.messages[index]["content"] = Raw(msgspec.json.encode(parts))
+        body: dict[str, Any] = {**self.body, "messages": self.messages}
+        body.pop("mm_processor_kwargs", None)
+        where = {rows.key: {"encoder": rows.encoder, "req_id": rows.req_id} for rows in reversed(held)}
+        body["ec_transfer_params"] = {"tectum": where}
+        return msgspec.json.encode(body)
+
+
+def _first(raw: Raw) -> bytes:
+    """What kind of JSON value it is, by its first character."""
+    return bytes(memoryview(raw)[:1])
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Rows of one picture that an encoder holds."""
+
+    encoder: str
+    req_id: str
+    key: str
+    grid: tuple[int, int, int]
+
+    def part(self) -> dict[str, Any]:
+        return {"type": "image_embeds", "image_embeds": {"image_grid_thw": self.grid}, "uuid": self.key}
+
+
+# --- the encoders ---
+
+
+class Encoders:
+    """Several encoders. The same content goes to the same one as long as it is there; when it is not, to the next."""
+
+    def __init__(self, urls: Sequence[str], token: str | None, timeout: float) -> None:
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._clients = {
+            url.rstrip("/"): httpx2.AsyncClient(
+                base_url=url.rstrip("/"),
+                headers=headers,
+                timeout=httpx2.Timeout(timeout, connect=5.0),
+                limits=_LIMITS,
+                trust_env=False,
+            )
+            for url in urls
+        }
+        self._releasing: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def holding(self, urls: Sequence[Raw], options: Mapping[str, Any], tenant: str) -> AsyncIterator[list[Held]]:
+        """Rows of all pictures, held inside the block. Raises the first error, with the index of its picture."""
+        tickets = [_Ticket(uuid.uuid4().hex, index) for index in range(len(urls))]
+        try:
+            encodes = (self._encode(ticket, url, options, tenant) for ticket, url in zip(tickets, urls, strict=True))
+            yield await _all(encodes)
+        finally:
+            self._release(tickets)
+
+    async def _encode(self, ticket: _Ticket, url: Raw, options: Mapping[str, Any], tenant: str) -> Held:
+        """On the encoder that this content prefers, or, where that one cannot, on the next."""
+        body = msgspec.json.encode(
+            {
+                "req_id": ticket.req_id,
+                "items": [{"type": "image", "url": url}],
+                "options": options,
+                "delivery": {"mode": "hold"},
+                "tenant": tenant,
+                "content_keys": True,
+            }
+        )
+        failure: TectumError | None = None
+        for encoder in self._preferred(url):
+            ticket.asked.append(encoder)
+            try:
+                return _held(encoder, await self._post(encoder, body))
+            except UnavailableError as error:
+                log.warning("an encoder cannot take a picture: %s", error)
+                failure = error
+            except TectumError as error:
+                error.item = ticket.index
+                raise
+        assert failure is not None, "there is at least one encoder"
+        raise failure
+
+    async def _post(self, encoder: str, body: bytes) -> dict[str, Any]:
+        try:
+            answer = await self._clients[encoder].post(
+                "/v1/encode", content=body, headers={"content-type": "application/json"}
+            )
+        except httpx2.TransportError as error:
+            text = f"No encoder answered ({type(error).__name__})"
+            raise UnavailableError("server_unreachable", text, retry_after=1.0) from None
+        if answer.is_success:
+            return dict(answer.json())
+        raise _error_of(answer)
+
+    def _preferred(self, url: Raw) -> list[str]:
+        """Rendezvous hashing: a content's order of encoders moves as little as possible when one comes or goes.
+
+        Both ends and the length of its URL stand for the content: contents that share them merely share their order.
+        """
+        view = memoryview(url)
+        content = b"%d:" % len(view) + bytes(view[:4096]) + bytes(view[-4096:])
+        return sorted(
+            self._clients, key=lambda encoder: blake2b(content + encoder.encode(), digest_size=8).digest(), reverse=True
+        )
+
+    def _release(self, tickets: Sequence[_Ticket]) -> None:
+        """Give back what may still be held, without keeping anybody waiting. Pulled rows are given back already."""
+        for ticket in tickets:
+            for encoder in ticket.asked:
+                task = asyncio.ensure_future(self._delete(encoder, ticket.req_id))
+                self._releasing.add(task)
+                task.add_done_callback(self._releasing.discard)
+
+    async def _delete(self, encoder: str, req_id: str) -> None:
+        try:
+            await self._clients[encoder].delete(f"/v1/requests/{req_id}")
+        except httpx2.TransportError:
+            pass  # the encoder is gone, and what it held with it; otherwise its time to live ends the hold
+
+    async def ready(self) -> bool:
+        """Whether some encoder takes work."""
+
+        async def one(client: httpx2.AsyncClient) -> bool:
+            try:
+                return (await client.get("/health/ready")).is_success
+            except httpx2.TransportError:
+                return False
+
+        return any(await asyncio.gather(*(one(client) for client in self._clients.values())))
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*self._releasing, return_exceptions=True)
+        await asyncio.gather(*(client.aclose() for client in self._clients.values()))
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """One picture's request at the encoders. asked: those that may hold something for it."""
+
+    req_id: str
+    index: int
+    asked: list[str] = field(default_factory=list)
+
+
+def _held(encoder: str, metadata: Mapping[str, Any]) -> Held:
+    try:
+        (key,) = metadata["content_keys"]
+        ((time, height, width),) = metadata["grid_thw"]
+        return Held(encoder, str(metadata["req_id"]), str(key), (int(time), int(height), int(width)))
+    except (KeyError, TypeError, ValueError):
+        text = "The encoder's rows have no grid or no content key: its family cannot be served through this gateway"
+        raise InternalError("internal", text) from None
+
+
+def _error_of(answer: httpx2.Response) -> TectumError:
+    after = answer.headers.get("retry-after", "")
+    try:
+        problem = answer.json()
+    except ValueError:
+        problem = None
+    if isinstance(problem, dict) and "code" in problem:
+        return TectumError.from_problem(problem, float(after) if after.isdigit() else None)
+    return InternalError("internal", f"An encoder answered with status {answer.status_code} and no reason")
+
+
+async def _all(work: Iterator[Awaitable[T]] | Any) -> list[T]:
+    """All results in order; when one fails or the caller is cancelled, the others are cancelled and have ended."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# --- the gateway itself ---
+
+_LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=50.0)
+
+
+class Gateway:
+    """The ASGI application; `create_app` puts the guard before it."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        encoder_token, engine_token = _token(settings.encoder_token_file), _token(settings.engine_token_file)
+        self._encoders = Encoders(settings.encoders, encoder_token, settings.encode_timeout)
+        self._engine_auth = None if engine_token is None else f"Bearer {engine_token}".encode()
+        self._engine = httpx2.AsyncClient(
+            base_url=settings.engine.rstrip("/"),
+            timeout=httpx2.Timeout(None, connect=5.0),
+            limits=_LIMITS,
+            trust_env=False,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif scope["type"] == "http":
+            try:
+                await self._http(scope, receive, send)
+            except TectumError as error:  # raised before anything was answered
+                await _openai_error(error)(scope, receive, send)
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/health/live":
+            await JSONResponse({"status": "live"})(scope, receive, send)
+            return
+        if scope["path"] == "/health/ready":
+            await self._ready(scope, receive, send)
+            return
+        body = await _read(receive)
+        work = asyncio.ensure_future(self._serve(scope, body, send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # a caller that hung up cancels the work on both sides; when the work is done this does nothing
+            work.cancel()
+            gone.cancel()
+            await asyncio.wait({work, gone})
+        if not work.cancelled():
+            work.result()
+
+    async def _serve(self, scope: Scope, body: bytes, send: Send) -> None:
+        chat = None
+        if scope["path"] == CHAT and scope["method"] == "POST" and any(mark in body for mark in _MARKS):
+            chat = Chat.read(body) if len(body) < IN_THREAD else await asyncio.to_thread(Chat.read, body)
+        if chat is None:
+            await self._forward(scope, body, send)
+            return
+        urls = [picture.url for picture in chat.pictures]
+        async with self._encoders.holding(urls, chat.options(), _tenant(scope)) as held:
+            await self._forward(scope, chat.rewritten(held), send)
+
+    async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:
+        """The request to the engine, its answer back as it comes: status, headers and bytes."""
+        headers = [(name, value) for name, value in scope["headers"] if name.decode("latin-1") not in _HOP]
+        if self._engine_auth is not None:
+            headers = [(name, value) for name, value in headers if name != b"authorization"]
+            headers.append((b"authorization", self._engine_auth))
+        target = scope.get("raw_path", scope["path"].encode()) + (
+            b"?" + scope["query_string"] if scope["query_string"] else b""
+        )
+        request = self._engine.build_request(
+            scope["method"], target.decode("latin-1"), headers=headers, content=body or None
+        )
+        try:
+            answer = await self._engine.send(request, stream=True)
+        except httpx2.TransportError as error:
+            text = f"The engine did not answer ({type(error).__name__})"
+            raise UnavailableError("server_unreachable", text, retry_after=1.0) from None
+        try:
+            kept = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in _HOP_BYTES]
+            if (length := answer.headers.get("content-length")) is not None:
+                kept.append((b"content-length", length.encode()))
+            await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
+            async for chunk in answer.aiter_raw():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except httpx2.TransportError as error:
+            # the head has left: the caller learns it from a connection that ends early
+            log.warning("the engine's answer broke off: %s", type(error).__name__)
+        finally:
+            await answer.aclose()
+
+    async def _ready(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            engine = (await self._engine.get("/health")).is_success
+        except httpx2.TransportError:
+            engine = False
+        if not engine:
+            raise UnavailableError("server_unreachable", "The engine is not ready", retry_after=1.0)
+        if not await self._encoders.ready():
+            raise UnavailableError("server_unreachable", "No encoder is ready", retry_after=1.0)
+        await JSONResponse({"status": "ready"})(scope, receive, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                await send({"type": "lifespan.startup.complete"})
+            elif message["type"] == "lifespan.shutdown":
+                await self._encoders.aclose()
+                await self._engine.aclose()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+
+#: paths that need no token: probes
+_OPEN = frozenset({"/health/live", "/health/ready"})
+_HOP_BYTES = frozenset(name.encode() for name in _HOP)
+
+
+def create_app(settings: GatewaySettings) -> ASGIApp:
+    """The gateway behind its guard. Raises StartupError when a token file cannot be read."""
+    door = _door(settings)
+    return Guard(
+        Gateway(settings),
+        settings=door,
+        tokens=None if settings.token_file is None else Tokens(settings.token_file),
+        budget=BodyBudget(door.max_bodies_bytes, _nothing),
+        hung_up=_nothing,
+        refuse=lambda path, error: _openai_error(error),
+        is_open=_OPEN.__contains__,
+    )
+
+
+def _door(settings: GatewaySettings) -> Settings:
+    """The limits of an encoder's door, for this one."""
+    return Settings(
+        host=settings.host,
+        token_file=settings.token_file,
+        max_body_bytes=settings.max_body_bytes,
+        max_bodies_bytes=max(8 * settings.max_body_bytes, Settings.model_fields["max_bodies_bytes"].default),
+    )
+
+
+def run(settings: GatewaySettings) -> int:
+    """Serve until SIGTERM or SIGINT; running requests are finished first. Raises StartupError."""
+    import uvicorn
+    from rich.console import Console
+
+    from tectum.observe import logs
+    from tectum.serving.listen import bind, bracketed
+
+    logs.configure("info")
+    app, door = create_app(settings), _door(settings)
+    limits = ConnectionLimits(door.max_connections, door.max_head_bytes, door.head_timeout, door.send_timeout)
+    with bind(settings.host, settings.port) as listener:
+        host, port = listener.getsockname()[:2]
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            http=cast(type[asyncio.Protocol], partial(Connection, limits=limits, refused=_nothing)),
+            ws="none",
+            proxy_headers=False,
+            loop="uvloop",
+            timeout_keep_alive=75,
+        )
+        Console(stderr=True).print(f"ready on http://{bracketed(host)}:{port}", highlight=False, soft_wrap=True)
+        uvicorn.Server(config).run(sockets=[listener])
+    return 0
+
+
+def _token(file: Path | None) -> str | None:
+    return None if file is None else Tokens(file).first
+
+
+def _nothing(*_: object) -> None: ...
+
+
+def _openai_error(error: TectumError) -> JSONResponse:
+    """The error in the form that OpenAI's clients read. Its status is the one it was raised with, wherever that was."""
+    headers = {} if error.retry_after is None else {"Retry-After": str(math.ceil(error.retry_after))}
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    about: dict[str, Any] = {"message": error.message, "type": kind, "param": None, "code": error.code}
+    if error.item is not None:
+        about["item"] = error.item
+    return JSONResponse({"error": about}, error.status, headers)
+
+
+def _tenant(scope: Scope) -> str:
+    """Callers with different credentials never share rows. The credential itself goes nowhere."""
+    given = dict(scope["headers"]).get(b"authorization", b"")
+    return blake2b(given, digest_size=16).hexdigest() if given else ""
+
+
+async def _read(receive: Receive) -> bytes:
+    pieces, more = [], True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise MMError("invalid_request", "The caller hung up before its request was whole")
+        pieces.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,19 @@
+"""Runs at the start of every process of vLLM's environment here: makes `import torchvision` work beside a CPU-only torch."""
+
+import sys
+from importlib.machinery import ModuleSpec
+
+
+class _BeforeTorchvision:
+    """Notices the first import of torchvision, and costs nothing until then."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            from tectum.models.torchvision_compat import ensure_torchvision
+
+            ensure_torchvision()
+        return None
+
+
+sys.meta_path.insert(0, _BeforeTorchvision())

@@ -1,0 +1,267 @@
+"""The gateway between a real encoder server and an engine that records what it is sent."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import io
+import json
+import socket
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+
+from tectum import Client
+from tectum.demo.encoder_process import EncoderProcess
+from tectum.engines.pull import Receiver
+from tectum.errors import BadRequestError, StartupError, TectumError
+from tectum.serving.gateway import Chat, GatewaySettings, create_app
+from tests import zoo
+from tests.gateway.peers import Engine, running
+
+
+def data_uri(seed: int = 0, size: tuple[int, int] = (140, 90)) -> str:
+    file = io.BytesIO()
+    zoo.picture(*size, seed).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def chat(*urls: str, **more) -> dict:
+    content = [{"type": "text", "text": "what?"}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
+    return {"model": "m", "messages": [{"role": "user", "content": content}], **more}
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def gateway(server: EncoderProcess, engine: Engine) -> Iterator[str]:
+    with running(engine) as engine_url, running(create_app(GatewaySettings((server.url,), engine_url))) as url:
+        yield url
+
+
+def post(url: str, body: object, **headers: str) -> httpx2.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx2.post(f"{url}/v1/chat/completions", content=content, headers=headers, timeout=30)
+
+
+def settled(url: str, seconds: float = 10.0) -> None:
+    """Wait until the encoder holds nothing: what a request held is given back after its answer."""
+    until = time.monotonic() + seconds
+    while httpx2.get(f"{url}/health/ready").json()["live_requests"]:
+        assert time.monotonic() < until, "something is still held"
+        time.sleep(0.02)
+
+
+def test_pictures_become_metadata_in_their_order_and_the_rows_are_held_meanwhile(server, engine, gateway):
+    held: list[tuple[int, ...]] = []
+    real = engine.__class__.__call__
+
+    async def pulling(self, scope, receive, send):
+        """The engine's connector pulls while the engine works on the request."""
+
+        async def looking():
+            message = await receive()
+            where = json.loads(message["body"])["ec_transfer_params"]["tectum"]
+            for entry in where.values():
+                import asyncio
+
+                held.append((await asyncio.to_thread(Receiver(entry["encoder"]).pull, entry["req_id"])).item_rows)
+            return message
+
+        await real(self, scope, looking, send)
+
+    engine.__class__ = type("Pulling", (Engine,), {"__call__": pulling})
+    pictures = [data_uri(1), data_uri(2, (224, 224)), data_uri(3, (90, 140))]
+    body = chat(*pictures, temperature=0.5, mm_processor_kwargs={"max_pixels": 100352})
+    assert post(gateway, body).json()["id"] == "1"
+    sent = engine.chat()
+    assert sent["temperature"] == 0.5
+    assert "mm_processor_kwargs" not in sent, "applied already, and part of the key"
+    text, *parts = sent["messages"][0]["content"]
+    assert text == {"type": "text", "text": "what?"}
+    with Client(server.url) as client:
+        grids = client.encode([base64.b64decode(url.split(",")[1]) for url in pictures]).grid_thw
+    assert [tuple(part["image_embeds"]["image_grid_thw"]) for part in parts] == list(grids)
+    assert len({part["uuid"] for part in parts}) == 3
+    assert set(sent["ec_transfer_params"]["tectum"]) == {part["uuid"] for part in parts}
+    assert held == [(t * h * w // 4,) for t, h, w in grids]
+    settled(server.url)
+
+
+def test_the_uuid_names_bytes_options_and_caller_never_the_url_or_what_a_client_says(engine, gateway):
+    def uuids(*urls, headers=None, **more):
+        post(gateway, chat(*urls, **more), **(headers or {})).raise_for_status()
+        return [part["uuid"] for part in engine.chat()["messages"][0]["content"][1:]]
+
+    raw = data_uri(1)
+    other_form = raw.replace("data:image/png;base64,", "data:;BASE64,")
+    same, again, other = uuids(raw, other_form, data_uri(2))
+    assert same == again != other
+    assert uuids(raw) == [same]
+    assert uuids(raw, mm_processor_kwargs={"max_pixels": 56 * 56}) != [same]
+    assert uuids(raw, headers={"authorization": "Bearer a"}) != uuids(raw, headers={"authorization": "Bearer b"})
+    claiming = chat(raw)
+    claiming["messages"][0]["content"][1]["uuid"] = other
+    post(gateway, claiming).raise_for_status()
+    assert engine.chat()["messages"][0]["content"][1]["uuid"] == same
+
+
+def test_what_has_no_media_passes_untouched(engine, gateway):
+    bodies = [
+        b'{ "messages" : [ {"role":"user","content":"an image, please: \\u00e4"} ] ,\n "x" : 1e400 }',
+        b'{"messages":"image"}',
+        b"not json, but with an image in it",
+        json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": '"image_url"'}]}]}).encode(),
+    ]
+    for body in bodies:
+        answer = post(gateway, body, authorization="Bearer mine")
+        assert (answer.status_code, answer.headers["x-engine"]) == (200, "yes")
+        assert engine.seen[-1][3] == body
+        assert engine.seen[-1][2]["authorization"] == "Bearer mine"
+    engine.status = 418
+    answer = httpx2.get(f"{gateway}/v1/models?a=b%20c", headers={"x-mine": "1"})
+    assert answer.status_code == 418
+    method, path, headers, body = engine.seen[-1]
+    assert (method, path, headers["x-mine"], body) == ("GET", "/v1/models?a=b%20c", "1", b"")
+
+
+def test_streams_come_through_piece_by_piece(engine, gateway):
+    with httpx2.stream("POST", f"{gateway}/v1/chat/completions", json=chat(data_uri(), stream=True)) as answer:
+        assert answer.headers["content-type"] == "text/event-stream"
+        assert b"".join(answer.iter_raw()) == b"data: 0\n\ndata: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "item"),
+    [
+        (chat(data_uri(), "data:image/png;base64,QUJD"), 415, "unsupported_media", 1),
+        (chat("data:image/png;base64,!"), 400, "invalid_base64", 0),
+        (chat("http://127.0.0.1:9/x.png"), 400, "url_refused", 0),
+        (chat(data_uri(), mm_processor_kwargs={"fps": 2}), 400, "invalid_option", 0),
+        (chat(data_uri(), mm_processor_kwargs=[1]), 400, "invalid_option", None),
+        (chat(data_uri(), media_io_kwargs={}), 400, "invalid_option", None),
+        ({"messages": [{"content": [{"type": "image_url", "image_url": None}]}]}, 400, "invalid_request", 0),
+        (
+            {"messages": [{"content": [{"type": "video_url", "video_url": {"url": "x"}}]}]},
+            400,
+            "unsupported_modality",
+            0,
+        ),
+    ],
+)
+def test_a_bad_picture_is_its_callers_error_with_status_and_index(server, engine, gateway, body, status, code, item):
+    answer = post(gateway, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error.get("item")) == (status, code, item)
+    assert len(error["message"]) <= 200
+    assert not engine.seen, "the engine is not bothered"
+    assert post(gateway, chat(data_uri())).status_code == 200
+    settled(server.url)
+
+
+def test_encoder_and_engine_down_are_503_that_say_so(server, engine):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    with running(engine) as engine_url, running(create_app(GatewaySettings((nobody,), engine_url))) as url:
+        answer = post(url, chat(data_uri()))
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["message"] == "No encoder answered (ConnectError)"
+        assert post(url, {"messages": []}).status_code == 200, "text does not need it"
+        assert httpx2.get(f"{url}/health/ready").json()["error"]["message"] == "No encoder is ready"
+    with running(create_app(GatewaySettings((server.url,), nobody))) as url:
+        answer = post(url, chat(data_uri()))
+        assert (answer.status_code, answer.json()["error"]["message"]) == (
+            503,
+            "The engine did not answer (ConnectError)",
+        )
+        settled(server.url)
+        assert httpx2.get(f"{url}/health/ready").status_code == 503
+        assert httpx2.get(f"{url}/health/live").status_code == 200
+
+
+def test_the_same_content_goes_to_the_same_encoder_and_to_the_next_when_that_is_down(server, tiny, engine):
+    with EncoderProcess(tiny, "--forward-threads", "1", "--log-level", "warning") as second:
+        settings = GatewaySettings((server.url, second.url), "http://127.0.0.1:9")
+        with running(engine) as engine_url:
+            settings = GatewaySettings((server.url, second.url), engine_url)
+            with running(create_app(settings)) as url:
+
+                def where(seed):
+                    post(url, chat(data_uri(seed))).raise_for_status()
+                    ((_, entry),) = engine.chat()["ec_transfer_params"]["tectum"].items()
+                    return entry["encoder"]
+
+                first = {seed: where(seed) for seed in range(8)}
+                assert set(first.values()) == {server.url, second.url}
+                assert {seed: where(seed) for seed in range(8)} == first
+                assert second.stop() == 0
+                assert {where(seed) for seed in range(8)} == {server.url}
+
+
+def test_a_caller_that_hangs_up_is_gone_on_both_sides(server, engine, gateway):
+    engine.silent = True
+    host = urlsplit(gateway)
+    connection = http.client.HTTPConnection(host.hostname, host.port, timeout=30)
+    connection.request("POST", "/v1/chat/completions", json.dumps(chat(data_uri())))
+    assert engine.began.acquire(timeout=20)
+    connection.close()
+    assert engine.left.acquire(timeout=20), "the engine was not told"
+    settled(server.url)
+
+
+def test_a_token_is_asked_for_where_one_is_set(server, engine, tmp_path):
+    secret, other = tmp_path / "token", tmp_path / "engine"
+    secret.write_text("s3cret\n")
+    other.write_text("theirs\n")
+    with running(engine) as engine_url:
+        settings = GatewaySettings((server.url,), engine_url, token_file=secret, engine_token_file=other)
+        with running(create_app(settings)) as url:
+            assert post(url, chat(data_uri())).status_code == 401
+            assert post(url, chat(data_uri()), authorization="Bearer s3cret").status_code == 200
+            assert engine.seen[-1][2]["authorization"] == "Bearer theirs"
+    with pytest.raises(StartupError, match="token-file"):
+        GatewaySettings((server.url,), "http://e", host="0.0.0.0")
+    with pytest.raises(StartupError, match="address"):
+        GatewaySettings(("encoder:1",), "http://e")
+
+
+def test_bodies_are_taken_apart_without_decoding_their_large_strings():
+    """The very characters of the URL go on, escapes and all."""
+    body = rb'{"messages":[{"content":[{"type":"image_url","image_url":"data:\u0041\/\u00e9"}]},{"content":"\u00e9"}],"k":1.50}'
+    found = Chat.read(body)
+    assert [bytes(picture.url) for picture in found.pictures] == [rb'"data:\u0041\/\u00e9"']
+    assert b'"k":1.50' in found.rewritten([held()])
+    assert rb'"\u00e9"' in found.rewritten([held()])
+
+
+def held():
+    from tectum.serving.gateway import Held
+
+    return Held("http://e", "r", "k", (1, 2, 2))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_broken_bodies_raise_nothing_but_their_own_errors(seed):
+    import random
+
+    rng = random.Random(seed)
+    body = bytearray(json.dumps(chat("data:,x", "data:,y", mm_processor_kwargs={"max_pixels": 3})).encode())
+    for _ in range(200):
+        damaged = bytearray(body)
+        for _ in range(rng.randrange(1, 4)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        try:
+            found = Chat.read(bytes(damaged))
+            if found is not None:
+                found.options()
+                found.rewritten([held()] * len(found.pictures))
+        except BadRequestError:
+            pass
+        except TectumError as error:
+            raise AssertionError(error) from error
