@@ -282,7 +282,7 @@ def demo(
     Then the same with photographs: rows and logits must be equal to the bit.
     """
     if engine in ("vllm", "sglang"):
-        text = f"The demo cannot drive {engine} yet: serve src/tectum/demo/model through it by hand, as its guide in docs/ says"
+        text = f"The demo cannot drive {engine} yet: serve its model with it by hand, as docs/engines/{engine}.md says"
         raise StartupError("missing_dependency", text)
     if engine is not None:
         raise StartupError("invalid_settings", f"engine: {engine[:40]!r} is not known; give vllm or sglang")
