@@ -18,6 +18,7 @@ from random import Random
 
 import torch
 import transformers
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -25,7 +26,6 @@ from rich.table import Table
 from tectum.demo import scenes
 from tectum.demo.answers import checkpoint
 from tectum.demo.receiver import Receiver
-from tectum.models.torchvision_compat import ensure_torchvision
 
 #: training draws from the seeds 1000 and up, one a process
 SEED = 77
@@ -99,7 +99,6 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=300, help="of each kind")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     chosen = parser.parse_args()
-    ensure_torchvision()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     receiver = Receiver(chosen.checkpoint)
@@ -113,21 +112,21 @@ def main() -> int:
 
 
 def _show(scores: list[Score], seconds: float) -> None:
-    table = Table(title=f"exact answers on held-out scenes ({seconds:.0f} s)", title_justify="left")
-    for name in ("question", "pictures", "shapes a picture", "exact", "share", "95 % interval", "promised"):
-        table.add_column(name)
+    table = Table(box=SIMPLE_HEAD, title=f"exact answers on held-out scenes ({seconds:.0f} s)", title_justify="left")
+    for name in ("question", "pictures", "shapes", "exact", "share", "95 % interval", "promise"):
+        table.add_column(name, no_wrap=True)
     for one in scores:
         low, high = one.interval()
         promised = (
-            "" if one.promised is None else f"{one.promised:.0%} {'kept' if one.share >= one.promised else 'NOT kept'}"
+            "" if one.promised is None else f"{one.promised:.0%}{'' if one.share >= one.promised else ': NOT kept'}"
         )
         table.add_row(
             one.kind,
             str(one.pictures),
-            f"at most {one.most_shapes}",
+            f"1–{one.most_shapes}",
             f"{one.right}/{one.asked}",
             f"{one.share:.1%}",
-            f"{low:.1%} to {high:.1%}",
+            f"{low:.1%} – {high:.1%}",
             promised,
         )
     Console().print(table)

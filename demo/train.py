@@ -48,7 +48,7 @@ class Stage:
     rate: float
 
 
-STAGES = (Stage("tower", 1500, 64, 2e-3), Stage("language", 3000, 48, 1.5e-3), Stage("together", 1200, 24, 4e-4))
+STAGES = (Stage("tower", 900, 64, 2e-3), Stage("language", 1410, 24, 1.2e-3), Stage("together", 658, 16, 4e-4))
 
 
 class Trainer:
@@ -266,7 +266,7 @@ def main() -> None:
     names = [stage.name for stage in STAGES]
     parser.add_argument("--stages", nargs="+", choices=names, default=names, help="which stages to run")
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the number of steps")
-    parser.add_argument("--pictures", type=int, default=24_000, help="drawn for training, over all processes")
+    parser.add_argument("--pictures", type=int, default=16_000, help="drawn for training, over all processes")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--port", type=int, default=29_533, help="on loopback, for the processes to meet")
     chosen = parser.parse_args()

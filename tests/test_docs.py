@@ -22,7 +22,9 @@ from tectum.demo.answers import checkpoint
 from tectum.demo.encoder_process import EncoderProcess
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+PAGES = [
+    page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "errors" and "```" in page.read_text()
+]
 _BLOCK = re.compile(
     r"(?:<!-- (needs|run by): ([^\n]+?) -->\n)?```(bash|python)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL
 )
@@ -51,6 +53,7 @@ def documented_server():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_runs(page, documented_server, tmp_path):
     found = blocks(page)
+    (tmp_path / "src").symlink_to(ROOT / "src")  # pages name the photographs as they lie in a clone
     assert len(found) == page.read_text().count("```bash") + page.read_text().count("```python")
     for block in found:
         if block.mark == "run by":

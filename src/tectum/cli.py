@@ -274,7 +274,7 @@ def bench(
 def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the pictures.")] = False,
     swap: Annotated[bool, typer.Option(help="Swap the rows of two pictures on purpose: the answer swaps.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the drawn scenes.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the drawn scenes.")] = 2,
     engine: Annotated[str | None, typer.Option(help="Answer through a real engine: vllm or sglang.")] = None,
 ) -> None:
     """Answer questions about drawn pictures from rows that another process encoded, and compare with one process.
@@ -282,7 +282,7 @@ def demo(
     Then the same with photographs: rows and logits must be equal to the bit.
     """
     if engine in ("vllm", "sglang"):
-        text = f"The demo cannot drive {engine} yet: serve src/tectum/demo/model through it by hand, as its guide in docs/ says"
+        text = f"The demo cannot drive {engine} yet: serve its model with it by hand, as docs/engines/{engine}.md says"
         raise StartupError("missing_dependency", text)
     if engine is not None:
         raise StartupError("invalid_settings", f"engine: {engine[:40]!r} is not known; give vllm or sglang")

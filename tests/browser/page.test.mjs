@@ -68,7 +68,6 @@ test("figures change while requests come, and the list shows them with a bar per
   await page.locator("#stages th", { hasText: "forward" }).waitFor();
   await page.locator("#reasons tr", { hasText: "delivered" }).waitFor();
   assert.equal(await page.locator("#workers tbody tr").count(), 1);
-  await screenshot(page, "now");
   await page.getByRole("link", { name: "Requests" }).click();
   const first = page.locator("#request-list button").first();
   await first.waitFor();
@@ -76,6 +75,28 @@ test("figures change while requests come, and the list shows them with a bar per
   const widths = await first.locator(".bar i").evaluateAll((bars) => bars.map((bar) => [bar.className, bar.getBoundingClientRect().width]));
   assert.deepEqual(widths.map(([stage]) => stage), ["fetch", "prepare", "queue", "forward", "send"]);
   assert.ok(Math.max(...widths.map(([, width]) => width)) > 5, "a stage is seen");
+  assert.deepEqual(page.faults, []);
+});
+
+test("the charts and the list go on under traffic", LIMIT, async (context) => {
+  const page = await open(context);
+  const samples = ["astronaut", "cat", "coffee", "rocket"].map((name) => readFileSync(join(ROOT, `src/tectum/demo/photos/${name}.jpg`)));
+  const ended = Number(await tile(page, "requests ended").textContent());
+  for (let number = 0; number < 160; number += 1) {
+    const files = samples.slice(0, 1 + (number % 4));
+    if (number % 40 === 39) files.push(Buffer.from("no picture"));
+    assert.equal((await encode(files)).status, number % 40 === 39 ? 415 : 200);
+  }
+  await page.waitForFunction((wanted) => document.querySelector(".tile:last-child b").textContent === String(wanted), ended + 160);
+  const strokes = await page.locator("#chart-throughput canvas").evaluate((canvas) => {
+    const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    return new Set(Array.from({ length: pixels.length / 4 }, (_, at) => pixels.slice(4 * at, 4 * at + 4).join())).size;
+  });
+  assert.ok(strokes > 20, "the chart is drawn");
+  await screenshot(page, "now");
+  await page.getByRole("link", { name: "Requests" }).click();
+  await page.locator("#request-list button").nth(150).waitFor();
+  await screenshot(page, "requests");
   assert.deepEqual(page.faults, []);
 });
 
@@ -88,6 +109,7 @@ test("a click shows what is known of a request, and of its error what to do", LI
   assert.match(await detail.textContent(), /state\s*staged/);
   assert.match(await detail.textContent(), /rows\s*\d+ of 192 bfloat16/);
   await page.locator("#filter-error").selectOption("unsupported_media");
+  await page.locator("#filter-id").fill("broken");
   assert.match(await page.locator("#shown").textContent(), /^1 of/);
   await page.locator("#request-list button", { hasText: "broken-one" }).click();
   await detail.getByText("(item 1)").waitFor();
@@ -97,6 +119,7 @@ test("a click shows what is known of a request, and of its error what to do", LI
   assert.ok(await detail.isHidden());
   assert.equal(await page.evaluate(() => document.activeElement.dataset.key !== undefined), true, "the focus goes back");
   await page.locator("#filter-error").selectOption("");
+  await page.locator("#filter-id").fill("");
   await page.locator("#filter-state").selectOption("staged");
   assert.match(await page.locator("#request-list").textContent(), /held-one/);
   await fetch(`${server.url}/v1/requests/held-one`, { method: "DELETE" });

@@ -165,15 +165,13 @@ def _lines(found: Answered) -> Text:
     text = Text()
     text.append(f"{found.question}\n", "bold")
     text.append("answer    ").append(f"{found.answer}\n", right if found.answer == found.expected else wrong)
-    if found.answer != found.expected:
-        text.append(f"expected  {found.expected}\n")
+    text.append(f"expected  {found.expected}\n")
     if found.swapped is not None:
-        text.append("rows swapped: ").append(f"{found.swapped}\n", right if found.right else wrong)
-    verdict = f"as expected; {found.rows} rows and answer equal to the model in one piece"
-    if found.answer != found.expected:
-        verdict = verdict.replace("as expected", "not as expected")
+        right_swapped = found.swapped == found.swapped_expected
+        text.append("rows swapped: ").append(f"{found.swapped}\n", right if right_swapped else wrong)
+    verdict = f"{found.rows} rows and the answer equal the one-process model"
     if not found.equal:
-        verdict = "NOT equal to the model in one piece"
+        verdict = "NOT equal to the one-process model"
     text.append(f"{verdict}\n", "" if found.equal else wrong)
     times = " · ".join(f"{stage} {taken:.1f}" for stage, taken in found.milliseconds.items())
     text.append(f"{times} ms", "dim")

@@ -14,6 +14,7 @@ import torch
 
 from tectum.engines.transformers import language_inputs, mm_encoder_outputs
 from tectum.models.load import quiet
+from tectum.models.torchvision_compat import ensure_torchvision
 from tectum.types import Embedding
 
 #: tokens; the longest answer about three pictures has about 80
@@ -26,6 +27,7 @@ class Receiver:
     def __init__(self, folder: Path) -> None:
         import transformers
 
+        ensure_torchvision()
         torch.set_num_threads(1)
         with quiet(transformers):
             self.processor = transformers.AutoProcessor.from_pretrained(folder)

@@ -35,7 +35,7 @@ from tectum.models.tiny import build_tiny_qwen2_5_vl
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 SERVER_FLAGS = ("--forward-threads", "1", "--log-level", "warning", "--no-dashboard")
 #: of the scenes that are drawn
-SEED = 1
+SEED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def _report(
     answers.show(console, asked, answered)
     right = sum(one.right for one in answered)
     equal = "equal to the model in one piece" if all(one.equal for one in answered) else "DIFFERENT"
-    console.print(f"{len(answered)} answers from delivered rows: {right} as expected, all {equal}")
+    console.print(f"{right} of {len(answered)} answers are as expected; rows and answers are {equal}")
     console.print()
     table = Table(
         box=SIMPLE_HEAD,

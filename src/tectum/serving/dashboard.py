@@ -192,10 +192,6 @@ class Dashboard:
             raise UnavailableError("overloaded", f"{PAGES} live pages are open already; close one", retry_after=5.0)
         return _Events(self, since)
 
-    @property
-    def closing(self) -> bool:
-        return self._pipeline.ledger.closing
-
 
 class _Events(Response):
     """Server-sent events to one page, until it is closed, stops reading, or the service shuts down."""
@@ -225,8 +221,8 @@ class _Events(Response):
             self._since = state["totals"]["ended"]
             event = f"id: {self._since}\ndata: {json.dumps(state)}\n\n".encode()
             async with asyncio.timeout(PATIENCE):
-                await send({"type": "http.response.body", "body": event, "more_body": not self._dashboard.closing})
-            if self._dashboard.closing:
+                await send({"type": "http.response.body", "body": event, "more_body": not state["closing"]})
+            if state["closing"]:
                 return
             await asyncio.sleep(INTERVAL)
 

@@ -99,7 +99,8 @@ document.addEventListener("visibilitychange", () => {
 window.addEventListener("hashchange", () => {
   if (!viewOf(location.hash)) return; // the link to the content
   show();
-  byId("content").focus();
+  byId("content").focus({ preventScroll: true });
+  scrollTo(0, 0);
 });
 
 for (const view of Object.values(VIEWS)) view.begin?.();

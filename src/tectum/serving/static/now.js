@@ -20,7 +20,7 @@ function chart(id, series, scales) {
     cursor: { show: false },
     legend: { live: false },
     scales,
-    axes: [{ ...axis, size: 28 }, { ...axis, scale: series[0].scale }, ...(series[1].scale === "rows" ? [{ ...axis, scale: "rows", side: 1, grid: { show: false } }] : [])],
+    axes: [{ ...axis, size: 28 }, { ...axis, scale: series[0].scale }, ...(series[1].scale === "rows" ? [{ ...axis, scale: "rows", side: 1, size: 58, grid: { show: false } }] : [])],
     series: [{}, ...series.map((one) => ({ width: 1.5, points: { show: false }, ...one, stroke: color(one.stroke) }))],
   }, [[]], place);
 }
