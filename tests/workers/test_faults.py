@@ -110,7 +110,7 @@ def test_a_killed_encoder_takes_along_only_what_it_worked_on_and_comes_back(tiny
         assert (await caller.http.get("/health/ready")).status_code == 200
         assert (await caller.pids()) != [pid]
         assert await caller.nothing_is_held()
-        assert (await caller.gauges())["encoder_worker_restarts"] == 1
+        assert (await caller.gauges())["encoder_worker_restarts_total"] == 1
 
     with EncoderProcess(tiny, *FLAGS) as process:
         against(process, test)

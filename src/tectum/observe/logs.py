@@ -49,6 +49,10 @@ class Scrubbed(logging.Formatter):
         """The message, cleaned."""
         return scrub(" ".join(record.getMessage()[: 4 * MAX_LINE].split()))[:MAX_LINE]
 
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        record.message = self.said(record)
+        return super().formatMessage(record)
+
     def formatException(self, ei: Any) -> str:  # noqa: N802
         error = ei[1]
         frames = [
@@ -65,7 +69,6 @@ class TextLine(Scrubbed):
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        record.message = self.said(record)
         line = super().formatMessage(record)
         return " ".join([line, *(f"{key}={value}" for key, value in _facts(record).items())])
 

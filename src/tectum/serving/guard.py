@@ -24,6 +24,7 @@ from tectum.errors import BadRequestError, StartupError, TectumError, Unavailabl
 from tectum.observe import trace
 from tectum.serving.connection import ABORT
 from tectum.serving.presence import CallerGoneError
+from tectum.serving.problems import problem_response
 
 log = logging.getLogger("tectum.http")
 
@@ -190,6 +191,10 @@ def check_size(size: int, limit: int) -> None:
         raise BadRequestError("body_too_large", f"The body is larger than --max-body-bytes {limit}")
 
 
+def _as_problem(path: str, error: TectumError) -> Response:
+    return problem_response(error)
+
+
 def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
 
@@ -209,7 +214,7 @@ class Guard:
         tokens: Tokens | None,
         budget: BodyBudget,
         hung_up: Callable[[], None],
-        refuse: Callable[[str, TectumError], Response],
+        refuse: Callable[[str, TectumError], Response] = _as_problem,
         is_open: Callable[[str], bool] = _is_open,
     ) -> None:
         self.app = app
