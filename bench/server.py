@@ -49,8 +49,8 @@ class Server:
 
     @contextmanager
     def watched(self, interval: float = 0.5) -> Iterator[list[int]]:
-        """The list of `memory()` at every `interval` seconds of the block."""
-        seen: list[int] = []
+        """The list of `memory()` at the start of the block, every `interval` seconds of it, and at its end."""
+        seen = [self.memory()]
         stop = threading.Event()
 
         def look() -> None:
@@ -64,6 +64,7 @@ class Server:
         finally:
             stop.set()
             thread.join()
+            seen.append(self.memory())
 
 
 def _stat(pid: int) -> list[str]:
