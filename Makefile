@@ -38,7 +38,7 @@ test-ray: $(VENV)/.set-up-ray ## Run the tests of encoders on a Ray cluster of t
 
 test-browser: setup tests/browser/node_modules ## Test the live page in Chromium (needs node and chromium)
 	@mkdir -p tests/browser/screenshots
-	@$(TEST_ENV) PYTHON=$(CURDIR)/$(BIN)/python node --test --test-concurrency=1 tests/browser/*.test.mjs
+	@$(TEST_ENV) PYTHON=$(abspath $(BIN)/python) node --test --test-concurrency=1 tests/browser/*.test.mjs
 
 tests/browser/node_modules: tests/browser/package-lock.json
 	@cd tests/browser && npm ci --silent --no-audit --no-fund && touch node_modules

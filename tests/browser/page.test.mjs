@@ -13,12 +13,13 @@ let server;
 let chromium;
 
 before(async () => {
-  [server, chromium] = await Promise.all([serve(), browser()]);
+  chromium = await browser();
+  server = await serve();
 }, LIMIT);
 
 after(async () => {
   await chromium?.close();
-  assert.equal(await server?.stop(), 0);
+  if (server) assert.equal(await server.stop(), 0);
 }, LIMIT);
 
 // A fresh page; whatever goes wrong in it, and whatever it asks of another host, fails the test.
