@@ -121,6 +121,14 @@ def test_an_inline_answer_does_not_use_up_the_copy_that_is_held():
     assert pull(ledger, life, "p") == [M.Ended(life, M.Reason.PULLED, None), M.Free(life)]
 
 
+def test_a_stranger_cannot_settle_what_waits_for_its_receiver():
+    ledger = Ledger()
+    life = staged(ledger, delivery=PUSH)
+    assert pull(ledger, life, "stranger") == []
+    assert M.StartSend(life, "one") in ledger.handle(Register("r", ("one",), 1, 5), 2.0)
+    assert kinds(ledger.handle(M.SendConfirmed(life, "one"), 3.0)) == ["Wake", "Ended", "Free"]
+
+
 def test_a_repeated_hold_is_settled_by_one_pull():
     ledger = Ledger()
     life = staged(ledger, delivery=HOLD)

@@ -43,6 +43,7 @@ class GatedWork:
     """Stages of one step each, behind gates where the test put one; counts what it does and holds."""
 
     lanes = 1
+    depth = 1
 
     def __init__(self) -> None:
         self.lose_lane: Callable[[int], None] = lambda lane: None

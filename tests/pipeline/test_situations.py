@@ -522,6 +522,23 @@ def test_what_waits_for_a_lost_encoder_fails_at_once_and_staged_rows_stay():
     scenario(test)
 
 
+def test_receivers_are_told_at_a_shutdown_too():
+    async def test(pipeline, work):
+        gate = work.gate("encode", "r")
+        call = start(pipeline.deliver(request(), [ONE, TWO], 2))
+        await gate.reached.wait()
+        draining = start(pipeline.drain(4))
+        await refused(call, "shutting_down", 503)
+        gate.open.set()
+        await draining
+        assert {(address, error.code) for address, error in work.notified} == {
+            (ONE.address, "shutting_down"),
+            (TWO.address, "shutting_down"),
+        }
+
+    scenario(test)
+
+
 def test_a_push_call_learns_why_a_delivery_failed():
     async def test(pipeline, work):
         work.gate("send", TWO.address).outcome = DeliveryError("send_failed", "receiver two is gone")

@@ -137,3 +137,11 @@ def test_an_open_page_does_not_hold_up_the_shutdown(tiny):
         assert server.stop() == 0
         assert time.monotonic() - began < 6
         assert not [line for line in server.lines if "ERROR" in line or "Traceback" in line]
+
+
+def test_where_there_is_a_token_ids_can_be_told_apart_and_not_used():
+    recent = Recent(masked=True)
+    shown = recent.shown("secret-id-1")
+    assert shown == recent.shown("secret-id-1") != recent.shown("secret-id-2")
+    assert "secret-id" not in shown
+    assert Recent().shown("plain") == "plain"

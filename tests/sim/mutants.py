@@ -49,6 +49,7 @@ MUTANTS = [
     Mutant("an inline caller's copy is not expected", "R10", "machine", "if delivery is Delivery.INLINE and waiter not in confirmed:", "if False:"),
     Mutant("a pull serves an inline caller", "R10", "machine", "if delivery is Delivery.INLINE and waiter not in confirmed:", "if delivery is Delivery.INLINE and waiter not in confirmed and not self.pulled:"),
     Mutant("held rows are expected by nobody", "R10", "machine", "            if delivery is Delivery.HOLD and not self.pulled:", "            if False:"),
+    Mutant("a stranger's pull settles a push", "R10", "machine", "            if delivery is Delivery.PUSH and not registered:", "            if False:"),
     Mutant("an old pull serves a new hold", "R10", "machine", "        if delivery is Delivery.HOLD:\n            self.pulled = False", "        if False:\n            self.pulled = False"),
     Mutant("a joining hold expects a pull of its own", "R10", "machine", "request.pulled |= event.reason is Reason.PULLED", "request.pulled = event.reason is Reason.PULLED and len(request.callers) < 2"),
     Mutant("an inline copy serves the puller too", "R10", "machine", "request.pulled |= event.reason is Reason.PULLED", "request.pulled = True"),

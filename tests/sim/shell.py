@@ -43,6 +43,7 @@ class FakeWork:
 
     rng: random.Random
     lanes: int = 1
+    depth: int = 1
     held: set[int] = field(default_factory=set)
     forwards: list[str] = field(default_factory=list)
     deaths: list[int] = field(default_factory=lambda: [0, 0, 0])  # of each lane's encoder
@@ -265,7 +266,7 @@ class Actors:
 
 async def _scenario(seed: int, checkers: list[Checker], trace: list[Any]) -> World:
     rng = random.Random(seed)
-    work = FakeWork(random.Random(seed + 1), lanes=1 + seed % 3)
+    work = FakeWork(random.Random(seed + 1), lanes=1 + seed % 3, depth=1 + seed % 2)
     fuse = rng.random() < 0.5
     batchers = [Batcher(fuse=fuse, batch_patches=64) for _ in range(work.lanes)]
     limits = Limits(**{**LIMITS, "max_live_requests": 5, "max_staged_bytes": 200, "max_queued_patches": 60})  # type: ignore[arg-type]

@@ -295,6 +295,8 @@ class World:
         ]
         if deliveries.HOLD in life.callers.values() and life.pulled_at < life.held_at:
             missing.append("whoever pulls the held rows")
+        if deliveries.PUSH in life.callers.values() and not life.registered:
+            missing.append("a receiver that is to register")
         done = life.confirmed | set(life.lost)
         missing += [f"receiver {address}" for address in life.registered - done]
         missing += ["a receiver that is announced"] * (life.declared - len(life.registered))

@@ -160,6 +160,10 @@ class Ledger:
         """The live request under this id."""
         return self._by_id.get(req_id)
 
+    def life(self, life: int) -> Request | None:
+        """A life that still holds something, draining ones too."""
+        return self._lives.get(life)
+
     def tombstone(self, req_id: str, now: float) -> Tombstone | None:
         """What is remembered of a released id, or None when it was never seen or is forgotten."""
         self._bury(now)

@@ -108,7 +108,8 @@ class Request:
     def settled(self) -> bool:
         """Everybody expected has a copy of its own, or is lost for good (R10).
 
-        Each inline caller reads its own; one pull serves all who asked to hold the rows; receivers count by address.
+        Each inline caller reads its own; one pull serves all who asked to hold the rows; receivers count by address, and a
+        caller that has the rows pushed waits for one at least.
         """
         confirmed, registered = self.confirmed or set(), self.registered or set()
         if not confirmed and not self.lost:
@@ -117,6 +118,8 @@ class Request:
             if delivery is Delivery.INLINE and waiter not in confirmed:
                 return False
             if delivery is Delivery.HOLD and not self.pulled:
+                return False
+            if delivery is Delivery.PUSH and not registered:
                 return False
         receivers = len(registered & (confirmed | set(self.lost or ())))
         return receivers >= max(self.declared, len(registered))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any
@@ -21,6 +22,9 @@ from tectum.media.policy import MediaPolicy, Target, check_address, parse_target
 _REDIRECTS = {301, 302, 303, 307, 308}
 #: names that are resolved at once; a resolver that hangs must not take threads from anything but other fetches
 _RESOLVERS = 16
+
+
+def _unbooked(nbytes: int) -> None: ...
 
 
 class Fetcher:
@@ -45,15 +49,15 @@ class Fetcher:
         self._resolvers.shutdown(wait=False, cancel_futures=True)
         await self._client.aclose()
 
-    async def fetch(self, url: str) -> bytes:
-        """The body behind `url`. Cancelling it closes the connection.
+    async def fetch(self, url: str, book: Callable[[int], None] = _unbooked) -> bytes:
+        """The body behind `url`. Cancelling it closes the connection. book: told of each piece's bytes; may raise.
 
         Raises BadRequestError: `url_refused` (also for where a redirect leads), `media_too_large` (413),
         `media_fetch_failed` or `media_fetch_timeout` (424: the fault lies with the other server).
         """
         try:
             async with asyncio.timeout(self._policy.fetch_timeout):
-                return await self._follow(url)
+                return await self._follow(url, book)
         except (TimeoutError, httpx2.TimeoutException):
             text = f"Fetching the media took longer than {self._policy.fetch_timeout:g} s"
             raise BadRequestError("media_fetch_timeout", text) from None
@@ -61,10 +65,10 @@ class Fetcher:
             text = f"The media could not be fetched ({type(error).__name__})"
             raise BadRequestError("media_fetch_failed", text) from None
 
-    async def _follow(self, url: str) -> bytes:
+    async def _follow(self, url: str, book: Callable[[int], None]) -> bytes:
         for _ in range(self._policy.max_redirects + 1):
             target = parse_target(url, self._policy)
-            found = await self._get(target, await self._resolve(target))
+            found = await self._get(target, await self._resolve(target), book)
             if isinstance(found, bytes):
                 return found
             url = urljoin(f"{target.scheme}://{target.origin}{target.path}", found)
@@ -72,16 +76,16 @@ class Fetcher:
             "media_fetch_failed", f"The media URL redirects more than {self._policy.max_redirects} times"
         )
 
-    async def _get(self, target: Target, addresses: list[str]) -> bytes | str:
+    async def _get(self, target: Target, addresses: list[str], book: Callable[[int], None]) -> bytes | str:
         """The body, or where a redirect leads; from the first address that takes the connection."""
         for address in addresses[:-1]:
             try:
-                return await self._get_from(target, address)
+                return await self._get_from(target, address, book)
             except httpx2.ConnectError:
                 continue
-        return await self._get_from(target, addresses[-1])
+        return await self._get_from(target, addresses[-1], book)
 
-    async def _get_from(self, target: Target, address: str) -> bytes | str:
+    async def _get_from(self, target: Target, address: str, book: Callable[[int], None]) -> bytes | str:
         async with self._client.stream(
             "GET",
             f"{target.scheme}://{_bracketed(address)}:{target.port}{target.path}",
@@ -91,7 +95,7 @@ class Fetcher:
             location = response.headers.get("location")
             if response.status_code in _REDIRECTS and location:
                 return str(location)
-            return await self._body(response)
+            return await self._body(response, book)
 
     async def _resolve(self, target: Target) -> list[str]:
         """Checked addresses. All of a name's must be allowed: a name may not mix public and private ones."""
@@ -105,7 +109,7 @@ class Fetcher:
             check_address(address, self._policy)
         return addresses
 
-    async def _body(self, response: httpx2.Response) -> bytes:
+    async def _body(self, response: httpx2.Response, book: Callable[[int], None]) -> bytes:
         if response.status_code != 200:
             text = f"The media's server answered with status {response.status_code}"
             raise BadRequestError("media_fetch_failed", text, remote_status=response.status_code)
@@ -115,6 +119,7 @@ class Fetcher:
             raise too_large(cap)
         body = bytearray()
         async for chunk in response.aiter_raw():
+            book(len(chunk))
             body += chunk
             if len(body) > cap:
                 raise too_large(cap)

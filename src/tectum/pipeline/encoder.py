@@ -40,6 +40,7 @@ class Encoder:
         self.adapter = load_adapter(model, device=self.settings.device, dtype=self.settings.dtype)
         self._stack = AsyncExitStack()
         self._closing = threading.Lock()
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tectum-encoder", daemon=True)
         self._thread.start()
@@ -74,9 +75,10 @@ class Encoder:
     def close(self) -> None:
         """Finish what runs and give everything back. Idempotent; may be called from several threads at once."""
         with self._closing:
-            if self._loop.is_closed():
+            if self._closed:
                 return
-            asyncio.run_coroutine_threadsafe(self._stack.aclose(), self._loop).result()
+            self._closed = True  # from here on nothing is submitted
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -109,9 +111,17 @@ class Encoder:
         return EncodeRequest(uuid.uuid4().hex, media, deadline_ms=deadline_ms, options=dict(options or {}))
 
     def _submit(self, request: EncodeRequest) -> Future[Embedding]:
-        if self._loop.is_closed():
-            raise UnavailableError("shutting_down", "This encoder was closed")
-        return asyncio.run_coroutine_threadsafe(self._encode(request), self._loop)
+        with self._closing:
+            if self._closed:
+                raise UnavailableError("shutting_down", "This encoder was closed")
+            return asyncio.run_coroutine_threadsafe(self._encode(request), self._loop)
+
+    async def _end(self) -> None:
+        """Close, and leave no call behind that was submitted and not accepted yet: it hears that it came too late."""
+        await self._stack.aclose()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others, timeout=10)
 
     async def _encode(self, request: EncodeRequest) -> Embedding:
         async with self._pipeline.execute_encode_pipeline(request) as job:

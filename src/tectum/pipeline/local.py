@@ -32,6 +32,7 @@ class LocalEncoder:
     """`Encoders` with one lane: this process."""
 
     lanes = 1
+    depth = 1
 
     def __init__(self, adapter: Adapter, settings: Settings) -> None:
         self.unit = EncoderUnit(adapter, MediaPolicy.from_settings(settings), settings.max_request_patches)

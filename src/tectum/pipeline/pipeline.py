@@ -89,10 +89,12 @@ class Staged:
 class Work(Protocol):
     """What the stages do. Each coroutine, when cancelled, ends only after it has stopped using the request's memory.
 
-    lanes: how many encoders there are; each runs one forward at a time.
+    lanes: how many encoders there are; each runs one forward at a time. depth: how many may be under way on a lane, so that
+    an encoder finds the next one waiting when it ends one.
     """
 
     lanes: int
+    depth: int
 
     def watch_lanes(self, on_lost: Callable[[int], None]) -> None:
         """Have `on_lost` called with the lane whose encoder died: what it had prepared is gone."""
@@ -172,6 +174,7 @@ class _Lane:
     def __init__(self, batcher: Batcher) -> None:
         self.batcher = batcher
         self.work_waits = asyncio.Event()
+        self.running: set[asyncio.Task[None]] = set()  # forwards under way
         self.loop: asyncio.Task[None] | None = None
 
 
@@ -199,6 +202,7 @@ class Pipeline:
         self._futures: dict[int, asyncio.Future[Any]] = {}  # waiter -> whoever awaits it
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._telling: set[asyncio.Task[None]] = set()  # reports to receivers: a shutdown lets them out
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
         self._drained = asyncio.Event()
@@ -340,13 +344,23 @@ class Pipeline:
         if not drained:
             finished = not self.ledger.unfinished()  # rows that nobody pulled are no unfinished work
             self._handle(Close(fail_live=True))
-            for task in self._tasks - {lane.loop for lane in self._lanes}:
+            encoding = {task for lane in self._lanes for task in (lane.loop, *lane.running)}
+            for task in self._tasks - encoding:
                 task.cancel()
             if not await self._wait_drained(grace):
                 log.error("shutting down while a stage still runs")
                 return False
+        await self._wait_told(grace)
         await self._stop_tasks()
         return finished
+
+    async def _wait_told(self, seconds: float) -> None:
+        """Receivers that wait for rows hear that none will come (R12), as far as they listen."""
+        if self._telling:
+            _, late = await asyncio.wait(tuple(self._telling), timeout=seconds)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
     async def _wait_drained(self, seconds: float) -> bool:
         try:
@@ -423,14 +437,34 @@ class Pipeline:
         """Keep one encoder busy while anything waits for it. A defect met on one batch never stops the others."""
         while True:
             await lane.work_waits.wait()
+            batch: list[Job] = []
             try:
                 batch = [job for job in lane.batcher.take() if self._may(EncodeStarted(job.life))]
                 if not len(lane.batcher):
                     lane.work_waits.clear()
                 if batch:
-                    await self._encode(batch)
-            except Exception:
-                log.exception("a defect in the encode loop; its batch ends by its deadline")
+                    task = self._spawn(self._encode_safely(batch))
+                    lane.running.add(task)
+                    task.add_done_callback(lane.running.discard)
+                    if len(lane.running) >= self._work.depth:
+                        await asyncio.wait(lane.running, return_when=asyncio.FIRST_COMPLETED)
+            except Exception as error:
+                log.exception("a defect in the encode loop")
+                self._give_up(batch, _unexpected(error, "encoding"))
+
+    async def _encode_safely(self, batch: list[Job]) -> None:
+        try:
+            await self._encode(batch)
+        except Exception as error:
+            log.exception("a defect in an encode")
+            self._give_up(batch, _unexpected(error, "encoding"))
+
+    def _give_up(self, batch: list[Job], error: TectumError) -> None:
+        """End the stage of whatever of a batch has not ended yet."""
+        for job in batch:
+            live = self.ledger.life(job.life)
+            if live is not None and live.stage_open:
+                self._handle(Failed(job.life, error))
 
     async def _encode(self, batch: list[Job]) -> None:
         """One forward. A batch that fails as a whole is retried one by one, so that only the culprit fails (R15)."""
@@ -539,7 +573,9 @@ class Pipeline:
         self._spawn(self.send_to_destination(job, destination))
 
     def _on_notify(self, effect: Notify) -> None:
-        self._spawn(self._tell(effect.req_id, _destination(effect.address), effect.error))
+        task = self._loop.create_task(self._tell(effect.req_id, _destination(effect.address), effect.error))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     async def _tell(self, req_id: str, destination: Destination, error: TectumError) -> None:
         try:

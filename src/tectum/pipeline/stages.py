@@ -28,11 +28,13 @@ from tectum.types import Destination, EncodeRequest, MediaItem
 class Encoders(Protocol):
     """One or more loaded encoders, each a lane: it prepares requests, keeps their inputs, and runs one forward at a time.
 
-    lanes: how many. fuses: whether requests share a forward. on_lane_lost: called with the lane whose encoder died;
-    what it had prepared is gone. revision: what, besides media and options, the rows depend on (`models/revision.py`).
+    lanes: how many. depth: forwards that may be given to a lane at once; it runs them one by one. fuses: whether
+    requests share a forward. on_lane_lost: called with the lane whose encoder died; what it had prepared is gone. revision:
+    what, besides media and options, rows depend on (`models/revision.py`).
     """
 
     lanes: int
+    depth: int
     fuses: bool
     on_lane_lost: Callable[[int], None]
 
@@ -69,6 +71,7 @@ class Stages:
         self.deliveries = deliveries or Deliveries({})
         policy = MediaPolicy.from_settings(settings)
         self.reuse = Reuse(encoders.lanes, settings.cache_bytes, policy)
+        self.depth = encoders.depth
         self.lanes = encoders.lanes + 1  # the last one copies known rows
         self.pool = StagingPool(settings.max_staged_bytes)
         self._max_fetched = settings.max_fetched_bytes
@@ -133,9 +136,7 @@ class Stages:
 
     async def _fetch_item(self, index: int, url: str, budget: _Fetched) -> bytes:
         try:
-            data = await self._fetcher.fetch(url)
-            budget.add(len(data))
-            return data
+            return await self._fetcher.fetch(url, budget.add)
         except TectumError as error:
             raise error.at_item(index) from None
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
+from hashlib import blake2b
 from importlib.resources import files
 from itertools import islice
 from typing import Any
@@ -65,9 +67,14 @@ _SAMPLES = ("astronaut.jpg", "cat.jpg", "coffee.jpg", "rocket.jpg")
 
 
 class Recent(Watcher):
-    """An observer that remembers the last outcomes and counts all of them."""
+    """An observer that remembers the last outcomes and counts all of them.
 
-    def __init__(self, kept: int = KEPT) -> None:
+    masked: ids are shown in a form by which a request can be recognised and not be reached: where callers hold a token, an
+    id is what keeps one caller's rows from another.
+    """
+
+    def __init__(self, kept: int = KEPT, *, masked: bool = False) -> None:
+        self._mask = secrets.token_bytes(16) if masked else None
         self.outcomes: deque[dict[str, Any]] = deque(maxlen=kept)  # oldest first
         self.ended_count = 0
         self.items = 0
@@ -75,6 +82,12 @@ class Recent(Watcher):
         self.releases: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self._sends: dict[int, float] = {}  # life -> its longest delivery so far
+
+    def shown(self, req_id: str) -> str:
+        """The id as the page shows it."""
+        if self._mask is None:
+            return req_id
+        return f"{req_id[:4]}…{blake2b(req_id.encode(), key=self._mask, digest_size=4).hexdigest()}"
 
     def sent(self, job: JobView, backend: str, seconds: float, error: TectumError | None) -> None:
         self._sends[job.life] = max(seconds, self._sends.get(job.life, 0.0))
@@ -95,7 +108,7 @@ class Recent(Watcher):
         self.outcomes.append(
             {
                 "number": self.ended_count,
-                "req_id": job.request.req_id,
+                "req_id": self.shown(job.request.req_id),
                 "modality": str(job.request.modality),
                 "items": len(job.request.items),
                 "state": str(reason),
@@ -179,7 +192,7 @@ class Dashboard:
         for request in self._pipeline.ledger.lives():
             metadata = request.metadata if isinstance(request.metadata, RequestMetadata) else None
             yield {
-                "req_id": request.req_id,
+                "req_id": self._recent.shown(request.req_id),
                 "state": str(request.state),
                 "seconds": now - request.accepted_at,
                 "metadata": None if metadata is None else _short(metadata.to_json()),

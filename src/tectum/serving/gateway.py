@@ -40,7 +40,7 @@ CHAT = "/v1/chat/completions"
 #: bodies above this many bytes are taken apart in a thread
 IN_THREAD = 512 * 1024
 #: what a body must hold, in some way, to hold media
-_MARKS = (b"image", b"video", b"audio")
+_MARKS = (b"image", b"video", b"audio", b"\\u")  # the last begins an escape, which may spell any of them
 #: parts of a message that the encoders cannot take (yet), by type
 _REFUSED = frozenset({"video_url", "audio_url", "input_audio", "image_pil"})
 #: headers that belong to one hop
@@ -251,9 +251,12 @@ class Encoders:
         except httpx2.TransportError as error:
             text = f"No encoder answered ({type(error).__name__})"
             raise UnavailableError("server_unreachable", text, retry_after=1.0) from None
-        if answer.is_success:
+        if not answer.is_success:
+            raise _error_of(answer)
+        try:
             return dict(answer.json())
-        raise _error_of(answer)
+        except (ValueError, TypeError):
+            raise UnavailableError("server_unreachable", "An encoder gave an answer that is not JSON") from None
 
     def _preferred(self, url: Raw) -> list[str]:
         """Rendezvous hashing: a content's order of encoders moves as little as possible when one comes or goes.

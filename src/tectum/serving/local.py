@@ -23,6 +23,9 @@ from tectum.pipeline.pipeline import Pipeline, Staged
 
 log = logging.getLogger("tectum.local")
 
+#: seconds until the next try, where a connection could not be accepted
+ACCEPT_AGAIN = 0.1
+
 
 @asynccontextmanager
 async def local_door(pipeline: Pipeline, memory: int, path: Path, patience: float) -> AsyncIterator[None]:
@@ -76,7 +79,12 @@ async def _accept(
 ) -> None:
     loop = asyncio.get_running_loop()
     while True:
-        connection, _ = await loop.sock_accept(listener)
+        try:
+            connection, _ = await loop.sock_accept(listener)
+        except OSError as error:  # no descriptor is free: those who wait are served when one is
+            log.warning("a receiver could not be accepted: %s", error.strerror)
+            await asyncio.sleep(ACCEPT_AGAIN)
+            continue
         task = asyncio.ensure_future(_Receiver(connection, pipeline, patience).serve(memory))
         connections.add(task)
         task.add_done_callback(connections.discard)
@@ -134,6 +142,10 @@ class _Receiver:
         if not granted.done():
             await task  # raises why there is none
         staged = granted.result()
+        if staged.lease.generation in self._leases:
+            task.cancel()
+            await asyncio.wait([task])
+            raise BadRequestError("invalid_request", "This connection holds these rows already")
         self._leases[staged.lease.generation] = (done, task)
         return local.grant(staged.metadata, staged.lease)
 

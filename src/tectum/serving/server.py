@@ -149,7 +149,7 @@ async def _serve(
             pool = WorkerPool(model, settings, tell)
             stages = await open_.enter_async_context(Stages(pool, settings, sending))
         _say_loaded(pool, console)
-        recent = Recent() if settings.dashboard else None
+        recent = Recent(masked=settings.token_file is not None) if settings.dashboard else None
         if recent is not None:
             observers.append(recent)
         pipeline = await open_.enter_async_context(running_pipeline(stages, settings, observers))

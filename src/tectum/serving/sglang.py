@@ -12,6 +12,7 @@ import ipaddress
 import json
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import quote
 
@@ -30,7 +31,7 @@ from tectum.pipeline.pipeline import Pipeline
 from tectum.serving.bodies import ReqId, decode
 from tectum.serving.health import Health
 from tectum.serving.native import Answer
-from tectum.serving.presence import Caller
+from tectum.serving.presence import Caller, body_pieces
 from tectum.types import Destination, EncodeRequest, MediaItem, Modality, RequestMetadata
 
 #: the paths of these doors; their errors have SGLang's form
@@ -303,7 +304,9 @@ def _route(work: Callable[[bytes], Awaitable[Any]], settings: Settings) -> Calla
     """A route that works on the raw body while its caller waits."""
 
     async def route(request: Request) -> Response:
-        return _answer(await request.body(), work, settings)
+        async with aclosing(body_pieces(request.receive)) as pieces:
+            raw = b"".join([piece async for piece in pieces])
+        return _answer(raw, work, settings)
 
     return route
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tectum.config import Settings
 from tectum.delivery.staging import Lease, StagingPool
-from tectum.errors import BadRequestError, TectumError, UnavailableError
+from tectum.errors import BadRequestError, StartupError, TectumError, UnavailableError
 from tectum.pipeline.limits import fuses
 from tectum.pipeline.pipeline import PreparedPart
 from tectum.pipeline.threads import outlast
@@ -69,6 +69,7 @@ class WorkerPool:
     ) -> None:
         self._launcher = launcher or _launcher(model, settings)
         self.lanes = self._launcher.most
+        self.depth = 2  # the next forward crosses the line while the last one runs
         self.fuses = False
         self.on_lane_lost: Callable[[int], None] = _nothing
         self.card: dict[str, Any] = {}
@@ -117,7 +118,12 @@ class WorkerPool:
         def tell(what: str, fraction: float) -> None:
             self._tell(lane.number, what, fraction)
 
-        lane.process = process = await self._launcher.launch(lane.number, take, tell)
+        process = await self._launcher.launch(lane.number, take, tell)
+        if self.revision and process.card["revision"] != self.revision:
+            await process.stop()
+            text = "The checkpoint was changed under a running service: restart the service to serve the new weights"
+            raise StartupError("invalid_checkpoint", text)
+        lane.process = process
         self.card = process.card
         log.info("lane %d is up: encoder process %d %s", lane.number, process.pid, process.node)
 
@@ -130,8 +136,10 @@ class WorkerPool:
                 delay = min(max(2 * delay, BACKOFF), LONGEST_BACKOFF)
                 try:
                     await self._launch(lane)
-                except TectumError as error:
+                except (TectumError, OSError) as error:  # also no descriptor, no memory for another process
                     log.error("lane %d cannot be started: %s", lane.number, error)
+                except Exception:
+                    log.exception("lane %d cannot be started", lane.number)
             process, began = lane.process, self._loop.time()
             await asyncio.shield(process.gone)
             log.error("encoder process %d (lane %d) ended; it is replaced", process.pid, lane.number)
@@ -250,8 +258,8 @@ class WorkerPool:
         except asyncio.CancelledError:
             if isinstance(message, Encode):
                 await outlast(future)
-            else:
-                lane.pending.pop(number, None)
+            else:  # it still counts as pending until the encoder answers: one that hangs is noticed all the same
+                future.add_done_callback(_looked_at)
             raise
 
     def _drop(self, lane: _Lane, ticket: int) -> None:
@@ -327,6 +335,12 @@ def _content_hint(request: EncodeRequest) -> bytes:
         media = item.data or (item.base64 or item.url or "").encode("utf-8", "surrogatepass")
         pieces.append(b"%d:%b%b" % (len(media), media[:64], media[-64:]))
     return b"".join(pieces)
+
+
+def _looked_at(future: asyncio.Future[Any]) -> None:
+    """Nobody waits for this answer any more."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _worker_lost(text: str) -> UnavailableError:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from tectum.config import Settings
+from tectum.config import MIB, Settings
 from tectum.delivery.staging import StagingPool
 from tectum.errors import StartupError
 from tectum.workers import messages
@@ -39,8 +39,8 @@ class LocalProcesses:
     async def launch(self, lane: int, on_message: Callable[[FromEncoder], None], tell: Tell) -> WorkerProcess:
         assert self._pool is not None, "opened before it launches"
         process = WorkerProcess()
-        await process.spawn(self._pool.fd)
         try:
+            await process.spawn(self._pool.fd)
             await process.begin(Start(self._model, lane, self._settings), on_message, tell)
         except BaseException:
             await process.stop()
@@ -49,6 +49,11 @@ class LocalProcesses:
 
     async def close(self) -> None:
         self._pool = None
+
+
+#: glibc's allocator is to keep what it has: an encoder frees and takes blocks of the same sizes all the time, and what goes
+#: back to the system each time has to be faulted in again each time
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(512 * MIB), "MALLOC_MMAP_THRESHOLD_": str(512 * MIB)}
 
 
 class WorkerProcess(EncoderLine, asyncio.Protocol):
@@ -61,16 +66,31 @@ class WorkerProcess(EncoderLine, asyncio.Protocol):
     async def spawn(self, staging_fd: int) -> None:
         """Start the process and connect to it."""
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._spawn(there, staging_fd)
+            await self._loop.create_unix_connection(lambda: self, sock=here)
+        except BaseException:
+            here.close()
+            raise
+
+    def _spawn(self, there: socket.socket, staging_fd: int) -> None:
         with there:
             command = [sys.executable, "-m", "tectum.workers.worker", str(there.fileno()), str(staging_fd)]
             # a fork takes a millisecond, and its end is watched through a descriptor of its own: asyncio's way adds nothing
-            self._process = subprocess.Popen(  # noqa: ASYNC220
-                command, pass_fds=(there.fileno(), staging_fd), stdin=subprocess.DEVNULL
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=(there.fileno(), staging_fd),
+                stdin=subprocess.DEVNULL,
+                env={**KEEP_MEMORY, **os.environ},
             )
+        try:
+            self._pidfd = os.pidfd_open(self._process.pid)
+        except OSError:  # unwatched it must not live
+            self._process.kill()
+            self._process.wait()
+            raise
         self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
         self._loop.add_reader(self._pidfd, self._on_exit)
-        await self._loop.create_unix_connection(lambda: self, sock=here)
 
     def kill(self) -> None:
         if not self.gone.done():
@@ -78,6 +98,8 @@ class WorkerProcess(EncoderLine, asyncio.Protocol):
 
     async def stop(self, patience: float = 5.0) -> None:
         """Close the line, upon which the process ends; kill it when it does not."""
+        if not self.pid:  # it never came to be
+            return
         if self._transport is not None:
             self._transport.close()
         try:

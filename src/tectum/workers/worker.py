@@ -1,27 +1,29 @@
-"""An encoder process: `python -m tectum.workers.worker SOCKET_FD STAGING_FD`, started by `process.py`. On a cluster the
-same `serve` runs in a Ray actor (`afar.py`).
+"""An encoder process: `python -m tectum.workers.worker SOCKET_FD STAGING_FD`, started by `process.py`.
 
-One thread reads messages, so that what is cancelled or forgotten is dropped while a forward runs. The main thread
-works: forwards first, and between them whatever is small to prepare, since handing that to a thread costs more than doing
-it. Large media (and, beside a CUDA device, all media) are prepared in threads of their own and delay no forward. The
-process ends when its socket does: it cannot outlive the service.
+The main thread works: forwards first, and between them whatever is small to prepare, since handing that to a thread costs
+more than doing it. On a CPU it also reads its messages itself, between its steps, so that nothing contends with a forward for the
+interpreter. Large media (and, beside a CUDA device, all media) are prepared in threads of their own and delay no forward; then a
+thread reads messages, too. The process ends when its socket does: it cannot outlive the service.
 """
 
 from __future__ import annotations
 
 import binascii
+import gc
 import io
 import logging
 import math
 import os
+import select
 import signal
 import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from PIL import Image
@@ -43,6 +45,10 @@ SMALL_PIXELS = 2_000_000
 #: characters of base64 in which a header is looked for
 HEAD = 64 * 1024
 CUDA_PREPARE_THREADS = 4
+#: exit code of a process that its watchdog ended
+STALLED = 70
+#: the answer to work that was forgotten before its turn
+FORGOTTEN = {"code": "request_released", "status": 410, "detail": "Nobody wants this any more"}
 
 
 class Line:
@@ -70,6 +76,10 @@ class Line:
             self._bodies.extend(self._frames.feed(data))
         return self._bodies.popleft()
 
+    def waiting(self) -> bool:
+        """Whether there is something to receive, or the service is gone."""
+        return bool(self._bodies) or bool(select.select([self._link], [], [], 0)[0])
+
 
 class Slots(Protocol):
     """Where an encoder's rows go."""
@@ -88,10 +98,51 @@ class InPlace(StagingMap):
         """Nothing is left to do: the service sees what was written."""
 
 
+class Watchdog:
+    """Ends the process when one step of it takes longer than `limit` seconds.
+
+    The service sees a process that finishes nothing; only here is it seen that one step hangs while others go on.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._began: dict[object, float] = {}
+        self._busy = threading.Condition()
+        threading.Thread(target=self._watch, name="tectum-watchdog", daemon=True).start()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One step of the work, however it ends."""
+        key = object()
+        with self._busy:
+            self._began[key] = time.monotonic()
+            if len(self._began) == 1:
+                self._busy.notify()
+        try:
+            yield
+        finally:
+            with self._busy:
+                del self._began[key]
+
+    def _watch(self) -> None:
+        while True:
+            with self._busy:
+                while not self._began:
+                    self._busy.wait()
+                left = min(self._began.values()) + self._limit - time.monotonic()
+            if left <= 0:
+                log.error("a step took longer than --stall-timeout %g s; this encoder process ends", self._limit)
+                os._exit(STALLED)
+            time.sleep(left)
+
+
 class Worker:
     """The work of one encoder process."""
 
-    def __init__(self, line: Line, slots: Slots, unit: Any, prepare_threads: int, all_beside: bool) -> None:
+    def __init__(
+        self, line: Line, slots: Slots, unit: Any, prepare_threads: int, all_beside: bool, watchdog: Watchdog
+    ) -> None:
+        self._watchdog = watchdog
         self._line = line
         self._slots = slots
         self._unit = unit
@@ -122,9 +173,11 @@ class Worker:
                 self._inputs.pop(message.ticket, None)
             self._changed.notify()
 
-    def run(self) -> None:
-        """Work for ever, in the main thread."""
+    def run(self, *, reads: bool) -> None:
+        """Work for ever, in the main thread. reads: it receives between its steps; else another thread calls `take`."""
         while True:
+            if reads:
+                self._read()
             with self._changed:
                 while not self._encodes and not self._prepares:
                     self._changed.wait()
@@ -136,12 +189,22 @@ class Worker:
             else:
                 self._prepare(work)
 
+    def _read(self) -> None:
+        """Take in what has come; wait only while there is nothing to do."""
+        while not (self._encodes or self._prepares) or self._line.waiting():
+            body = self._line.receive()
+            if body is None:
+                os._exit(0)
+            self.take(body)
+
     def _prepare(self, work: Prepare) -> None:
         if work.ticket not in self._wanted:
+            self._line.send(Failed(work.ticket, FORGOTTEN))  # every prepare is answered: what is not counts as hanging
             return
         started = time.perf_counter()
         try:
-            metadata, inputs = self._unit.prepare(messages.from_prepare(work))
+            with self._watchdog.step():
+                metadata, inputs = self._unit.prepare(messages.from_prepare(work))
         except Exception as error:
             self._fail(work.ticket, error, "preparing")
             return
@@ -156,7 +219,8 @@ class Worker:
             with self._changed:
                 inputs = [self._inputs[ticket] for ticket, _, _ in work.members]
             slots = [self._slots.memory(offset, nbytes) for _, offset, nbytes in work.members]
-            landing = self._unit.forward(inputs, slots)
+            with self._watchdog.step():
+                landing = self._unit.forward(inputs, slots)
         except Exception as error:
             self._fail(work.batch, error, "encoding")
             return
@@ -167,7 +231,8 @@ class Worker:
 
     def _land(self, work: Encode, slots: list[memoryview], landing: Any, started: float) -> None:
         try:
-            errors = landing.wait()
+            with self._watchdog.step():
+                errors = landing.wait()
             self._slots.hand_over(work.batch, slots, errors)
         except Exception as error:
             self._fail(work.batch, error, "encoding")
@@ -288,11 +353,17 @@ def serve(line: Line, slots: Slots) -> None:
         return
     on_device = unit.on_device
     threads = settings.prepare_threads or (CUDA_PREPARE_THREADS if on_device else 1)
-    worker = Worker(line, slots, unit, threads, all_beside=on_device or settings.prepare_threads > 0)
+    beside = on_device or settings.prepare_threads > 0
+    worker = Worker(line, slots, unit, threads, all_beside=beside, watchdog=Watchdog(settings.stall_timeout))
+    gc.collect()
+    gc.freeze()  # what is loaded stays: no collection has to walk it again
     line.send(Ready(card(unit)))
-    reader = threading.Thread(target=_read_until_gone, args=(line, worker), name="tectum-reader", daemon=True)
-    reader.start()
-    worker.run()
+    if beside:
+        threading.Thread(target=_read_until_gone, args=(line, worker), name="tectum-reader", daemon=True).start()
+    try:
+        worker.run(reads=not beside)
+    except (OSError, ValueError) as error:
+        _line_broke(error)
 
 
 def _read_until_gone(line: Line, worker: Worker) -> None:
@@ -300,8 +371,13 @@ def _read_until_gone(line: Line, worker: Worker) -> None:
         while (body := line.receive()) is not None:
             worker.take(body)
     except (OSError, ValueError) as error:
-        log.warning("the line to the service broke: %s", type(error).__name__)
+        _line_broke(error)
     os._exit(0)  # also out of a forward that runs: nobody waits for it any more
+
+
+def _line_broke(error: Exception) -> None:
+    log.warning("the line to the service broke: %s", type(error).__name__)
+    os._exit(0)
 
 
 if __name__ == "__main__":
