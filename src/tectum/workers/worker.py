@@ -1,9 +1,10 @@
-"""An encoder process: `python -m tectum.workers.worker SOCKET_FD STAGING_FD`, started by `process.py`.
+"""An encoder process: `python -m tectum.workers.worker SOCKET_FD STAGING_FD`, started by `process.py`. On a cluster the
+same `serve` runs in a Ray actor (`afar.py`).
 
-The main thread works: forwards first, and between them whatever is small to prepare, since handing that to a thread costs
-more than doing it. On a CPU it also reads its messages itself, between its steps, so that nothing contends with a forward for the
-interpreter. Large media (and, beside a CUDA device, all media) are prepared in threads of their own and delay no forward; then a
-thread reads messages, too. The process ends when its socket does: it cannot outlive the service.
+The main thread works: forwards first, and between them whatever is small to prepare, since handing that to a thread
+costs more than doing it. On a CPU it also reads its messages itself, between its steps, so that nothing contends with a
+forward for the interpreter. Large media (and, beside a CUDA device, all media) are prepared in threads of their own and
+delay no forward; beside a device a thread reads messages, too. The process ends when its socket does.
 """
 
 from __future__ import annotations
