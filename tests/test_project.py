@@ -31,6 +31,7 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
         "tectum.engines.local",
         "tectum.engines.pull",
         "tectum.engines.row_store",
+        "tectum.engines.fetcher",
     ],
 )
 def test_the_base_install_imports_nothing_heavy(module):
