@@ -259,8 +259,8 @@ class FeaturesAdapter(Adapter):
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[Prepared]) -> list[EncodedRows]:
-        inputs = join([member.inputs for member in batch])
-        arrays = self.features(batch[0].modality, {name: self._placed(tensor) for name, tensor in inputs.items()})
+        modality = batch[0].modality
+        arrays = self.features(modality, self.placed(modality, join([member.inputs for member in batch])))
         if len(batch) == 1:
             return [EncodedRows(arrays[0], tuple(arrays[1:]))]
         counts = [member.rows for member in batch]
@@ -277,9 +277,14 @@ class FeaturesAdapter(Adapter):
         layers = getattr(output, "deepstack_features", None) or ()
         return [flat(output.pooler_output), *(flat(layer) for layer in layers)]
 
-    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = self._torch_dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(self.device, dtype, non_blocking=True)
+    def placed(self, modality: Modality, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The arguments of the features call, on the device and, where they are real numbers, in the tower's dtype."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            dtype = self._torch_dtype if tensor.is_floating_point() else tensor.dtype
+            return tensor.to(self.device, dtype, non_blocking=True)
+
+        return {name: move(tensor) for name, tensor in inputs.items()}
 
 
 #: what an item's header gives → what the item is

@@ -9,6 +9,7 @@ import torch
 
 from tectum.models.audio import AudioWindowAdapter, halved_twice
 from tectum.models.features import Count
+from tectum.models.grids import windows
 from tectum.models.options import AUDIO_TRACK
 from tectum.models.qwen2_vl import QwenVLAdapter
 from tectum.types import Modality
@@ -44,6 +45,7 @@ class Qwen25OmniAdapter(OmniAdapter):
         "Qwen2_5OmniModel",
     )
     processor_class = "Qwen2_5OmniProcessor"
+    grid_rules: ClassVar = (*OmniAdapter.grid_rules, windows)
     row_rule: ClassVar = {
         **OmniAdapter.row_rule,
         Modality.AUDIO: "`((n - 1) // 2 - 1) // 2 + 1` of n frames of 10 ms, of at most the extractor's window",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+from tectum.models.grids import windows
 from tectum.models.qwen2_vl import QwenVLAdapter
 
 
 class Qwen25VLAdapter(QwenVLAdapter):
     family = "qwen2_5_vl"
     architectures = ("Qwen2_5_VLForConditionalGeneration",)
+    grid_rules: ClassVar = (*QwenVLAdapter.grid_rules, windows)

@@ -9,6 +9,7 @@ import torch
 
 from tectum.errors import BadRequestError
 from tectum.models.features import Count, FeaturesAdapter
+from tectum.models.grids import GridArguments, Rule, positions, segments
 from tectum.models.options import FPS, MAX_FRAMES, NUM_FRAMES, detail, pixels
 from tectum.types import Clip, Modality
 
@@ -40,11 +41,15 @@ class QwenVLAdapter(FeaturesAdapter):
         Modality.VIDEO: "time x height x width of the patch grid / 4; two frames are one step of time",
     }
     batch_bound: ClassVar = {Modality.IMAGE: 1e-5, Modality.VIDEO: 1e-5}
+    #: what the tower derives from its grids
+    grid_rules: ClassVar[tuple[Rule, ...]] = (positions, segments)
 
     def __init__(self, model: Any, processors: Any, config: Any, model_id: str, device: torch.device) -> None:
         super().__init__(model, processors, config, model_id, device)
         if getattr(processors.video, "cap_pixels_per_frame", False) is None:
             processors.video.cap_pixels_per_frame = False  # what None means today, said before every clip warns of it
+        tower = model.visual if hasattr(model, "visual") else model.model.visual
+        self._grid_arguments = GridArguments(tower, self.grid_rules, device)
 
     # --- pictures ---
 
@@ -87,6 +92,17 @@ class QwenVLAdapter(FeaturesAdapter):
             text = f"Option min_pixels ({least}) is above max_pixels ({most}), given or the model's own"
             raise BadRequestError("invalid_option", text)
         return {"shortest_edge": least, "longest_edge": most}
+
+    # --- the forward ---
+
+    def placed(self, modality: Modality, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As ever, but grids stay on the host, and what follows from them comes along."""
+        name = f"{modality}_grid_thw"
+        if name not in inputs:
+            return super().placed(modality, inputs)
+        found = super().placed(modality, {key: tensor for key, tensor in inputs.items() if key != name})
+        derived = self._grid_arguments.of(inputs[name])
+        return {**found, name: inputs[name], **{f"{modality}_{key}": tensor for key, tensor in derived.items()}}
 
     # --- videos ---
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from tectum.models.features import Count
+from tectum.models.grids import interpolation
 from tectum.models.options import Option
 from tectum.models.qwen2_5_omni import OmniAdapter
 from tectum.types import Modality
@@ -29,6 +30,7 @@ class Qwen3OmniAdapter(OmniAdapter):
     family = "qwen3_omni"
     architectures = ("Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration")
     processor_class = "Qwen3OmniMoeProcessor"
+    grid_rules: ClassVar = (*OmniAdapter.grid_rules, interpolation)
     options: ClassVar = {**OmniAdapter.options, Modality.AUDIO: (_PADDED,)}
     depends_on_prompt = "recordings are padded to the longest in the prompt: option `padded_samples`"
     row_rule: ClassVar = {

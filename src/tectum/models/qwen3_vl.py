@@ -6,13 +6,16 @@ Its video processor bounds the pixels of the whole clip, not of one frame.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
+from tectum.models.grids import interpolation
 from tectum.models.qwen2_vl import QwenVLAdapter
 
 
 class Qwen3VLAdapter(QwenVLAdapter):
     family = "qwen3_vl"
     architectures = ("Qwen3VLForConditionalGeneration",)
+    grid_rules: ClassVar = (*QwenVLAdapter.grid_rules, interpolation)
 
     def _clip_sides(self, frames: int, height: int, width: int, size: Mapping[str, int]) -> tuple[int, int]:
         processor = self.processors.video
