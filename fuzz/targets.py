@@ -20,7 +20,7 @@ from starlette.requests import Request
 from tectum.config import Settings
 from tectum.delivery import wire
 from tectum.errors import MAX_TEXT, TectumError, clean_text
-from tectum.media.image import decode_image, image_size
+from tectum.media.image import decode_image, open_image, shown_size
 from tectum.media.policy import MediaPolicy, check_address, parse_target
 from tectum.media.source import decode_base64, item_bytes
 from tectum.serving.bodies import decode_encode_body, read_encode_request
@@ -136,9 +136,9 @@ def wire_document(data: bytes) -> None:
 
 @target
 def picture(data: bytes) -> None:
-    size = image_size(data, POLICY)
+    size = shown_size(open_image(data, POLICY))
     decoded = decode_image(data, POLICY)
-    assert (decoded.mode, decoded.size) == ("RGB", size)
+    assert (decoded.mode, sorted(decoded.size)) == ("RGB", sorted(size))  # a PNG may say behind its pixels how it lies
     assert decoded.width * decoded.height <= POLICY.max_image_pixels
 
 

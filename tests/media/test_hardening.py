@@ -12,7 +12,7 @@ from PIL import Image
 from tectum.config import Settings
 from tectum.errors import BadRequestError, StartupError, clean_text
 from tectum.media import image as image_module
-from tectum.media.decode import Decoded, check_together, probe_item
+from tectum.media.decode import Decoded, check_together, open_item
 from tectum.media.image import decode_image
 from tectum.media.policy import MediaPolicy, check_address, parse_target
 from tectum.media.sniff import media_type, picture_format
@@ -139,7 +139,7 @@ def png(width: int, height: int) -> bytes:
 
 
 def probe(items: list[bytes], policy: MediaPolicy) -> list[MediaInfo]:
-    return list(Decoded(len(items), lambda index: probe_item(items[index], Modality.IMAGE, policy)))
+    return list(Decoded(len(items), lambda index: open_item(items[index], Modality.IMAGE, policy).info))
 
 
 def test_the_pictures_of_a_request_share_a_limit_that_is_checked_before_any_is_decoded():

@@ -12,7 +12,7 @@ from PIL import Image
 
 from tectum.errors import BadRequestError
 from tectum.items import as_media_items
-from tectum.media.decode import probe_item
+from tectum.media.decode import open_item
 from tectum.media.policy import MediaPolicy
 from tectum.media.video import decode_video, probe_video
 from tectum.types import Modality
@@ -209,5 +209,5 @@ def test_the_header_of_a_picture_counts_its_orientation():
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (30, 20)).save(file, "JPEG", exif=exif)
-    info = probe_item(file.getvalue(), Modality.IMAGE, POLICY)
+    info = open_item(file.getvalue(), Modality.IMAGE, POLICY).info
     assert (info.width, info.height) == (20, 30)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 from tectum.errors import StartupError, TectumError
+from tectum.media.decode import Looked
 from tectum.types import EncodeRequest, ItemMetadata, Modality, RequestMetadata
 
 PREFIX = "null:"
@@ -41,7 +42,10 @@ class NullUnit:
     def revision(self) -> str:
         return self.adapter.model_id
 
-    def prepare(self, request: EncodeRequest) -> tuple[RequestMetadata, None]:
+    def look(self, request: EncodeRequest) -> Looked:
+        return Looked((), [])
+
+    def prepare(self, request: EncodeRequest, looked: Looked | None = None) -> tuple[RequestMetadata, None]:
         items = tuple(ItemMetadata(item.modality, self._rows, None, self._rows) for item in request.items)
         shape = (items, self._width, 0, "float32")
         return RequestMetadata(request.req_id, request.num_parts, request.part_idx, *shape), None

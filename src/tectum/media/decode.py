@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,22 +12,68 @@ from PIL import Image
 
 from tectum.errors import BadRequestError, TectumError
 from tectum.items import wav
-from tectum.media.image import decode_image, image_size
+from tectum.media.image import decode_opened, open_image, shown_size
 from tectum.media.policy import MediaPolicy
 from tectum.types import MediaInfo, MediaItem, Modality, PictureInfo, Reading
 
 
-def probe_item(data: bytes, modality: Modality, policy: MediaPolicy) -> MediaInfo:
-    """What an item's header says of its size. Raises BadRequestError as decoding would for what can be seen there."""
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An item whose header was read. decode: the rest; called once, since a picture is used up by it.
+
+    `decode` raises BadRequestError: `media_decode_failed`, `media_refused` (400), `media_too_large` (413).
+    """
+
+    info: MediaInfo
+    decode: Callable[[Reading], Any]
+
+
+def open_item(data: bytes, modality: Modality, policy: MediaPolicy) -> Opened:
+    """What an item's header says of its size, and how to decode it: to a picture (PIL, RGB), `Clip` or `Recording`.
+
+    Raises BadRequestError: `unsupported_media` (415), `image_too_large` and `media_too_large` (413),
+    `media_decode_failed` (400), for what can be seen in the header.
+    """
     if modality is Modality.VIDEO:
-        from tectum.media.video import probe_video
-
-        return probe_video(data, policy)
+        return _open_video(data, policy)
     if modality is Modality.AUDIO:
-        from tectum.media.audio import probe_audio
+        return _open_audio(data, policy)
+    picture = open_image(data, policy)
+    return Opened(PictureInfo(*shown_size(picture)), lambda reading: decode_opened(picture))
 
-        return probe_audio(data, policy)
-    return PictureInfo(*image_size(data, policy))
+
+def _open_video(data: bytes, policy: MediaPolicy) -> Opened:
+    from tectum.media.video import decode_video, probe_video
+
+    def decode(reading: Reading) -> Any:
+        assert reading.choose is not None, "a family that takes videos says which frames"
+        return decode_video(data, policy, reading.choose)
+
+    return Opened(probe_video(data, policy), decode)
+
+
+def _open_audio(data: bytes, policy: MediaPolicy) -> Opened:
+    from tectum.media.audio import decode_audio, probe_audio
+
+    return Opened(probe_audio(data, policy), lambda reading: decode_audio(data, policy, reading.rate))
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What the headers of a request's items say. opened: the items themselves, or None for one to be opened again."""
+
+    infos: Sequence[MediaInfo]
+    opened: list[Opened | None]
+
+    @property
+    def pixels(self) -> int:
+        """Pixels of all pictures together."""
+        return sum(info.width * info.height for info in self.infos if isinstance(info, PictureInfo))
+
+    def take(self, index: int) -> Opened | None:
+        """An opened item; it is not kept here any longer, nor is what it decodes to."""
+        found, self.opened[index] = self.opened[index], None
+        return found
 
 
 def check_together(infos: Sequence[MediaInfo], policy: MediaPolicy) -> None:
@@ -37,24 +84,6 @@ def check_together(infos: Sequence[MediaInfo], policy: MediaPolicy) -> None:
         if pixels > policy.max_request_pixels:
             text = f"The pictures have more than {policy.max_request_pixels} pixels together (--max-request-pixels)"
             raise BadRequestError("image_too_large", text, item=index, limit=policy.max_request_pixels)
-
-
-def decode_item(data: bytes, modality: Modality, policy: MediaPolicy, reading: Reading) -> Any:
-    """A picture (PIL, RGB), a `Clip` or a `Recording`, decoded as the family wants it.
-
-    Raises BadRequestError: `unsupported_media` (415), `image_too_large` and `media_too_large` (413),
-    `media_decode_failed`, `media_refused` (400).
-    """
-    if modality is Modality.VIDEO:
-        from tectum.media.video import decode_video
-
-        assert reading.choose is not None, "a family that takes videos says which frames"
-        return decode_video(data, policy, reading.choose)
-    if modality is Modality.AUDIO:
-        from tectum.media.audio import decode_audio
-
-        return decode_audio(data, policy, reading.rate)
-    return decode_image(data, policy)
 
 
 def small_item(modalities: Collection[Modality]) -> MediaItem:

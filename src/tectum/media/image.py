@@ -46,20 +46,11 @@ def decode_image(data: bytes, policy: MediaPolicy) -> Image.Image:
 
     Raises BadRequestError: `unsupported_media` (415), `image_too_large` (413), `media_decode_failed` (400).
     """
-    return _decode(_open(data, policy))
+    return decode_opened(open_image(data, policy))
 
 
-def image_size(data: bytes, policy: MediaPolicy) -> tuple[int, int]:
-    """Width and height in pixels as the picture will be shown, from its header. Raises as `decode_image`."""
-    picture = _open(data, policy)
-    with _blamed_on_the(picture.format or ""):
-        sideways = picture.getexif().get(_ORIENTATION, 1) in _SIDEWAYS
-    width, height = picture.size
-    return (height, width) if sideways else (width, height)
-
-
-def _open(data: bytes, policy: MediaPolicy) -> Image.Image:
-    """The picture with its header read, within the limits; nothing is decoded yet."""
+def open_image(data: bytes, policy: MediaPolicy) -> Image.Image:
+    """The picture with its header read, within the limits; nothing is decoded yet. Raises as `decode_image`."""
     name = picture_format(data)
     with _blamed_on_the(name):
         picture = Image.open(io.BytesIO(data), formats=[name])
@@ -67,7 +58,21 @@ def _open(data: bytes, policy: MediaPolicy) -> Image.Image:
     return picture
 
 
-def _decode(picture: Image.Image) -> Image.Image:
+def shown_size(picture: Image.Image) -> tuple[int, int]:
+    """Width and height in pixels as an opened picture will be shown, as far as its header tells.
+
+    A PNG that says only behind its pixels how it is turned counts as upright: Pillow would decode it to find out.
+    """
+    width, height = picture.size
+    if picture.format == "PNG" and "exif" not in picture.info:
+        return width, height
+    with _blamed_on_the(picture.format or ""):
+        sideways = picture.getexif().get(_ORIENTATION, 1) in _SIDEWAYS
+    return (height, width) if sideways else (width, height)
+
+
+def decode_opened(picture: Image.Image) -> Image.Image:
+    """What `decode_image` gives, for an opened picture, which is used up by it."""
     with _blamed_on_the(picture.format or ""):
         picture.load()
         return _as_shown(picture)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tectum.errors import BadRequestError, InternalError, TectumError, UnavailableError
-from tectum.media.decode import Decoded, check_together, decode_item, probe_item, small_item
+from tectum.media.decode import Decoded, Looked, Opened, check_together, open_item, small_item
 from tectum.media.policy import MediaPolicy
 from tectum.media.source import item_bytes
 from tectum.models.revision import encoder_revision
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from tectum.models.adapter import Adapter, EncodedRows, Prepared
 
 log = logging.getLogger("tectum.unit")
+
+#: bytes of a request's items up to which they stay open between the look at their headers and their decoding
+KEPT_OPEN_BYTES = 1024 * 1024
 
 
 class EncoderUnit:
@@ -43,27 +46,48 @@ class EncoderUnit:
         """What, besides media and options, rows depend on (`models/revision.py`). Reads every weight once."""
         return encoder_revision(self.adapter)
 
-    def prepare(self, request: EncodeRequest) -> tuple[RequestMetadata, Prepared]:
-        """Media of `request` (bytes, base64, data: or allowed file: URLs) → the tower's inputs and what they will yield.
+    def look(self, request: EncodeRequest) -> Looked:
+        """Read the headers of a request's items (bytes, base64, data: or allowed file: URLs); decode nothing.
 
-        Raises BadRequestError that names the item at fault.
+        Raises BadRequestError that names the item at fault, also for what no forward would take.
         """
         if request.modality not in self.adapter.modalities:
             offered = ", ".join(sorted(self.adapter.modalities))
             text = f"{self.adapter.family} does not encode {request.modality}; it encodes: {offered}"
             raise BadRequestError("unsupported_modality", text)
-        modality, options = request.modality, request.options
+        infos: list[MediaInfo] = []
+        opened: list[Opened | None] = []
+        kept = 0
 
-        def encoded(index: int) -> bytes:
-            return item_bytes(request.items[index], self.policy, None)
+        def read(index: int) -> tuple[Opened, int]:
+            data = self._bytes(request, index)
+            return open_item(data, request.modality, self.policy), len(data)
 
-        count = len(request.items)
-        infos = list(Decoded(count, lambda index: probe_item(encoded(index), modality, self.policy)))
-        self._refuse_too_large(infos, options)
-        reading = self.adapter.reading(modality, options)
-        media = Decoded(count, lambda index: decode_item(encoded(index), modality, self.policy, reading))
-        prepared = self.adapter.prepare(media, options, modality)
+        for item, nbytes in Decoded(len(request.items), read):
+            infos.append(item.info)
+            kept += nbytes
+            opened.append(item if kept <= KEPT_OPEN_BYTES else None)
+        self._refuse_too_large(infos, request.options)
+        return Looked(infos, opened)
+
+    def prepare(self, request: EncodeRequest, looked: Looked | None = None) -> tuple[RequestMetadata, Prepared]:
+        """Media of `request` → the tower's inputs and what they will yield. looked: what `look` gave for it.
+
+        Raises BadRequestError that names the item at fault.
+        """
+        found = self.look(request) if looked is None else looked
+        reading = self.adapter.reading(request.modality, request.options)
+
+        def decoded(index: int) -> Any:
+            item = found.take(index) or open_item(self._bytes(request, index), request.modality, self.policy)
+            return item.decode(reading)
+
+        media = Decoded(len(request.items), decoded)
+        prepared = self.adapter.prepare(media, request.options, request.modality)
         return self._metadata(request, prepared), prepared
+
+    def _bytes(self, request: EncodeRequest, index: int) -> bytes:
+        return item_bytes(request.items[index], self.policy, None)
 
     def _refuse_too_large(self, infos: Sequence[MediaInfo], options: Mapping[str, Any]) -> None:
         """What no forward would take is refused from its items' headers, before anything is decoded."""

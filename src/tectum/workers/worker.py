@@ -9,9 +9,7 @@ delay no forward; beside a device a thread reads messages, too. The process ends
 
 from __future__ import annotations
 
-import binascii
 import gc
-import io
 import logging
 import math
 import os
@@ -27,14 +25,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from PIL import Image
-
 from tectum.bench import null
 from tectum.config import Settings
 from tectum.delivery.staging import StagingMap
 from tectum.errors import InternalError, StartupError, TectumError
-from tectum.media.sniff import picture_format
+from tectum.media.decode import Looked
 from tectum.observe import logs
+from tectum.types import Modality
 from tectum.workers import messages
 from tectum.workers.messages import Encode, Encoded, Failed, Forget, Frames, Loading, Message, Prepare, Prepared, Ready
 
@@ -43,8 +40,6 @@ log = logging.getLogger("tectum.worker")
 #: encoded bytes and decoded pixels up to which media are prepared between forwards
 SMALL_BYTES = 1024 * 1024
 SMALL_PIXELS = 2_000_000
-#: characters of base64 in which a header is looked for
-HEAD = 64 * 1024
 CUDA_PREPARE_THREADS = 4
 #: exit code of a process that its watchdog ended
 STALLED = 70
@@ -185,10 +180,8 @@ class Worker:
                 work: Encode | Prepare = self._encodes.popleft() if self._encodes else self._prepares.popleft()
             if isinstance(work, Encode):
                 self._encode(work)
-            elif self._all_beside or not is_small(work):
-                self._beside.submit(self._prepare, work)
             else:
-                self._prepare(work)
+                self._take_up(work)
 
     def _read(self) -> None:
         """Take in what has come; wait only while there is nothing to do."""
@@ -198,21 +191,40 @@ class Worker:
                 os._exit(0)
             self.take(body)
 
-    def _prepare(self, work: Prepare) -> None:
+    def _take_up(self, work: Prepare) -> None:
+        """Prepare at once what takes no longer than a forward, by its bytes and by what its headers say."""
+        if self._all_beside or not may_be_small(work):
+            self._beside.submit(self._prepare, work)
+            return
+        started = time.perf_counter()
+        try:
+            with self._watchdog.step():
+                looked = self._unit.look(messages.from_prepare(work))
+        except Exception as error:
+            self._fail(work.ticket, error, "preparing")
+            return
+        spent = time.perf_counter() - started
+        if looked.pixels <= SMALL_PIXELS:
+            self._prepare(work, looked, spent)
+        else:
+            self._beside.submit(self._prepare, work, looked, spent)
+
+    def _prepare(self, work: Prepare, looked: Looked | None = None, spent: float = 0.0) -> None:
+        """looked: the look at its headers, which took `spent` seconds, where there was one."""
         if work.ticket not in self._wanted:
             self._line.send(Failed(work.ticket, FORGOTTEN))  # every prepare is answered: what is not counts as hanging
             return
         started = time.perf_counter()
         try:
             with self._watchdog.step():
-                metadata, inputs = self._unit.prepare(messages.from_prepare(work))
+                metadata, inputs = self._unit.prepare(messages.from_prepare(work), looked)
         except Exception as error:
             self._fail(work.ticket, error, "preparing")
             return
         with self._changed:
             if work.ticket in self._wanted:
                 self._inputs[work.ticket] = inputs
-        self._line.send(Prepared(work.ticket, metadata, time.perf_counter() - started))
+        self._line.send(Prepared(work.ticket, metadata, spent + time.perf_counter() - started))
 
     def _encode(self, work: Encode) -> None:
         started = time.perf_counter()
@@ -254,20 +266,16 @@ class Worker:
         self._line.send(Failed(number, messages.problem(error)))
 
 
-def is_small(work: Prepare) -> bool:
-    """Whether preparing this takes no longer than a forward, by its bytes and by what its headers say."""
-    size = sum(len(item.data or item.base64 or "") for item in work.items)
-    return size <= SMALL_BYTES and sum(_pixels(item) for item in work.items) <= SMALL_PIXELS
+def may_be_small(work: Prepare) -> bool:
+    """Whether it is worth a look: pictures of few bytes, whose headers are read in no time."""
+    return work.modality == Modality.IMAGE and sum(_size(item) for item in work.items) <= SMALL_BYTES
 
 
-def _pixels(item: messages.Item) -> float:
-    """Pixels of a picture by its header; infinite when they cannot be told cheaply."""
-    try:
-        head = item.data or binascii.a2b_base64((item.base64 or "")[:HEAD])
-        width, height = Image.open(io.BytesIO(head), formats=[picture_format(head)]).size
-    except Exception:
+def _size(item: messages.Item) -> float:
+    """Bytes of the item as it came; infinite for what lies in a file."""
+    if item.url is not None and item.url[:5].lower() != "data:":
         return math.inf
-    return int(width * height)
+    return len(item.data or item.base64 or item.url or "")
 
 
 def _one_thread() -> None:
