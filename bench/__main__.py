@@ -17,7 +17,9 @@ from bench import report as reporting
 from bench import sections
 from tectum.models.tiny import build_tiny_qwen2_5_vl
 
-SECTIONS = ("throughput", "slow_urls", "overload", "null")
+SECTIONS = ("throughput", "slow_urls", "overload", "null", "families")
+#: sections that need no checkpoint, or build their own
+ALONE = ("null", "families")
 DOCS = Path(__file__).parents[1] / "docs" / "performance.md"
 RESULTS = Path(__file__).parent / "results"
 
@@ -40,6 +42,7 @@ def main() -> int:
                 arguments.clients,
                 arguments.sides,
                 arguments.null_requests,
+                arguments.family_calls,
                 lambda: bar.advance(task),
             )
             if set(arguments.only) == set(SECTIONS):
@@ -47,7 +50,7 @@ def main() -> int:
             for name in arguments.only:
                 bar.update(task, description=name)
                 measured = getattr(sections, name)
-                found[name] = measured(scope) if name == "null" else measured(folder, scope)
+                found[name] = measured(scope) if name in ALONE else measured(folder, scope)
     path = arguments.out or RESULTS / f"{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.write_text(json.dumps(found, indent=1))
     reporting.show(Console(), found)
@@ -62,6 +65,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=8, help="concurrent clients of a closed loop")
     parser.add_argument("--sides", type=int, nargs="+", default=[224, 448], help="picture sides in pixels")
     parser.add_argument("--null-requests", type=int, default=100_000, help="requests over which memory is watched")
+    parser.add_argument("--family-calls", type=int, default=20, help="calls of each side, for each family and round")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
     parser.add_argument("--out", type=Path, help="where to write the results (a new file in bench/results/)")
     parser.add_argument(

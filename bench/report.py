@@ -67,6 +67,7 @@ def rows(report: dict[str, Any]) -> list[Row]:
     found += _overload(report.get("overload", []))
     if "null" in report:
         found += _null(report["null"])
+    found += _families(report.get("families", {}))
     return found
 
 
@@ -168,6 +169,22 @@ def _null(found: dict[str, Any]) -> list[Row]:
         Row(section, "CPU a request, service", "ms", [each["service_cpu_ms"] for each in found["rounds"]]),
         Row(section, "CPU a request, encoder process", "ms", [each["encoders_cpu_ms"] for each in found["rounds"]]),
         Row(section, f"memory after / before {memory['requests']} requests", "", [grown], "<=", FLAT, digits=3),
+    ]
+
+
+def _families(found: dict[str, list[dict[str, float]]]) -> list[Row]:
+    """What Tectum's way to the rows costs, against transformers called directly."""
+    return [
+        Row(
+            "prepare and forward / transformers",
+            name,
+            "",
+            [each["tectum"] / each["direct"] for each in rounds],
+            "<=",
+            1.05,
+            digits=3,
+        )
+        for name, rounds in found.items()
     ]
 
 

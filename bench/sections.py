@@ -42,11 +42,14 @@ class Scope:
     clients: int
     sides: Sequence[int]
     null_requests: int
+    family_calls: int
     tell: Callable[[], None]
 
     def measurements(self) -> int:
         """How often `tell` will be called."""
-        return self.rounds * (3 * len(self.sides) + 5 + 2 + 1) + 1
+        from bench import families
+
+        return self.rounds * (3 * len(self.sides) + 5 + 2 + 1) + 1 + families.measurements()
 
 
 def bare(folder: Path, side: int, seconds: float) -> dict[str, float]:
@@ -169,6 +172,16 @@ def null(scope: Scope) -> dict[str, Any]:
             sent = served(server, Plan(server.url, seconds, clients=NULL_CLIENTS))["sent"]
         scope.tell()
     return {"rounds": rounds, "memory": {"requests": sent, "bytes": memory}}
+
+
+def families(scope: Scope) -> dict[str, list[dict[str, float]]]:
+    """For each family and modality: prepare and forward, against transformers called directly."""
+    import torch
+
+    from bench import families as pairs
+
+    torch.set_num_threads(1)
+    return pairs.measure(scope.rounds, scope.family_calls, scope.tell)
 
 
 def _closed(server: Server, scope: Scope, side: int) -> Plan:

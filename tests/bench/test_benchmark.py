@@ -10,9 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from bench import families
 from bench import report as reporting
 from bench import server as measured
+from tectum.models.registry import adapter_class
+from tests import zoo
 
 ROOT = Path(__file__).parents[2]
 
@@ -176,3 +180,18 @@ def test_a_short_run_writes_its_results(tmp_path):
     assert each["service_cpu_ms"] > 0 < each["encoders_cpu_ms"]
     assert found["null"]["memory"]["requests"] > 0
     assert "null encoder" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "internvl", "voxtral"])
+def test_both_sides_of_a_family_encode_the_same(name, tmp_path):
+    pairs = list(families._pairs(name, zoo.build(name, tmp_path / "model")))
+    assert [modality for modality, _, _ in pairs] == sorted(adapter_class(name).modalities)
+    for _, direct, mine in pairs:
+        assert torch.equal(direct(), mine())
+        assert set(families._in_turn(direct, mine, 2)) == {"direct", "tectum"}
+
+
+def test_families_are_judged_by_the_ratio_within_a_round():
+    rounds = [{"direct": 10.0, "tectum": 10.4}, {"direct": 20.0, "tectum": 20.2}, {"direct": 10.0, "tectum": 12.0}]
+    (row,) = reporting.rows({"families": {"llava, image": rounds}})
+    assert (row.name, row.shown(), row.met) == ("llava, image", "1.040 (1.010–1.200)", True)
