@@ -154,7 +154,9 @@ def gateway(
 
 
 @app.command()
-@with_settings(["device", "dtype", "forward_threads", "allow_private_urls", "fetch_timeout", "max_image_pixels"])
+@with_settings(
+    ["device", "dtype", "compile", "forward_threads", "allow_private_urls", "fetch_timeout", "max_image_pixels"]
+)
 def encode(
     files: Annotated[list[str], typer.Argument(metavar="FILE_OR_URL…", help="Pictures: files, http(s) or data URLs.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the rows (safetensors).")],

@@ -90,6 +90,8 @@ class Adapter(ABC):
     dtype: str
     device: torch.device
     encoder_bytes: int
+    #: whether torch.compile has the towers
+    compiled: bool = False
 
     @abstractmethod
     def plan(self, infos: Sequence[MediaInfo], options: Mapping[str, Any]) -> tuple[ItemPlan, ...]:

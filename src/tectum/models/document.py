@@ -30,7 +30,8 @@ _BATCHING = """
 Requests that share a forward (`--fuse`) see matrices of other shapes, and floating-point sums may be ordered differently.
 The bound is what the parity suite allows for a request beside another one, against the same request alone, in float32. In
 bfloat16 and float16 it allows four units in the last place of the largest value of the rows. On a CPU nothing is fused by
-default, and every request's rows are those of the model in one piece, to the bit.
+default, and every request's rows are those of the model in one piece, to the bit. `--compile` (off unless asked for) gives
+that up for faster forwards: torch.compile orders sums its own way, and content keys tell such rows from the others.
 
 | family | modality | float32, beside another request |
 |---|---|---|

@@ -257,6 +257,12 @@ class FeaturesAdapter(Adapter):
 
     # --- the forward ---
 
+    def compile(self) -> None:
+        """Let torch.compile make the towers faster. Rows are then near those of the model in one piece, not equal."""
+        for tower in towers(self.model):
+            tower.compile(dynamic=True)  # without it, every size of picture would be compiled anew
+        self.compiled = True
+
     @torch.inference_mode()
     def encode(self, batch: Sequence[Prepared]) -> list[EncodedRows]:
         modality = batch[0].modality
@@ -285,6 +291,14 @@ class FeaturesAdapter(Adapter):
             return tensor.to(self.device, dtype, non_blocking=True)
 
         return {name: move(tensor) for name, tensor in inputs.items()}
+
+
+def towers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The encoder's large parts: children of the model, or of its base model, that hold weights."""
+    parts: list[torch.nn.Module] = []
+    for name, child in model.named_children():
+        parts += child.children() if name == "model" else [child]
+    return [part for part in parts if any(True for _ in part.parameters())]
 
 
 #: what an item's header gives → what the item is

@@ -91,10 +91,18 @@ class _Found:
     processors: Processors
 
 
-def load_adapter(model: str, *, device: str = "auto", dtype: str = "auto", progress: Progress | None = None) -> Any:
+def load_adapter(
+    model: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    compile: bool = False,
+    progress: Progress | None = None,
+) -> Any:
     """Load the encoder of `model` (a local folder or a hub id) and return its adapter.
 
-    progress: called with what is done and the fraction of bytes read.
+    compile: with torch.compile, which does its work in the first forward. progress: called with what is done and the
+    fraction of bytes read.
     Raises StartupError: `model_not_found`, `unsupported_architecture`, `invalid_checkpoint`, `missing_dependency`,
     `invalid_settings` (no such device).
     """
@@ -108,7 +116,11 @@ def load_adapter(model: str, *, device: str = "auto", dtype: str = "auto", progr
         encoder = skeleton.build(found.cls, found.architecture, found.config, wanted, "cpu")
     skeleton.leave_out(encoder, found.cls.left_out)
     _fill(encoder, found.weights, tell)
-    return _adapter(found, encoder, model_name(model), torch_device)
+    adapter = _adapter(found, encoder, model_name(model), torch_device)
+    if compile:
+        tell("compiling", 1.0)
+        adapter.compile()
+    return adapter
 
 
 def inspect_model(model: str) -> ModelReport:
@@ -173,7 +185,7 @@ def _configured_dtype(config: Mapping[str, Any]) -> str | None:
     return name if name in DTYPE_BYTES else None
 
 
-def _adapter(found: _Found, encoder: torch.nn.Module, name: str, device: torch.device) -> Adapter:
+def _adapter(found: _Found, encoder: torch.nn.Module, name: str, device: torch.device) -> FeaturesAdapter:
     try:
         adapter = found.cls(encoder, found.processors, found.config, name, device)
         _sample_rows(adapter)

@@ -19,6 +19,7 @@ def encoder_revision(adapter: Any) -> str:
     """
     digest = blake2b(digest_size=16)
     about = [adapter.family, adapter.dtype, adapter.device.type, torch.__version__]
+    about += ["compiled"] * adapter.compiled
     about += [f"{name} {version(name)}" for name in ("transformers", "torchvision", "pillow", "tectum")]
     digest.update(json.dumps(about).encode())
     digest.update(_weights(adapter.model))

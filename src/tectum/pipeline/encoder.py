@@ -37,7 +37,8 @@ class Encoder:
         from tectum.pipeline.local import LocalEncoder
 
         self.settings = Settings.load(**settings)
-        self.adapter = load_adapter(model, device=self.settings.device, dtype=self.settings.dtype)
+        given = self.settings
+        self.adapter = load_adapter(model, device=given.device, dtype=given.dtype, compile=given.compile)
         self._stack = AsyncExitStack()
         self._closing = threading.Lock()
         self._closed = False

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tectum.errors import BadRequestError, InternalError, TectumError, UnavailableError
+from tectum.errors import BadRequestError, InternalError, StartupError, TectumError, UnavailableError
 from tectum.media.decode import Decoded, Looked, Opened, check_together, open_item, small_item
 from tectum.media.policy import MediaPolicy
 from tectum.media.source import item_bytes
@@ -110,12 +110,25 @@ class EncoderUnit:
         return Landing([self._land(*member) for member in zip(batch, encoded, slots, strict=True)])
 
     def warm_up(self) -> None:
-        """Run one small item through every step, so that the first caller pays for no lazy start."""
+        """Run one small item through every step, so that the first caller pays for no lazy start.
+
+        Raises StartupError `missing_dependency` when the towers are to be compiled and cannot be.
+        """
         request = EncodeRequest("warm-up", (small_item(self.adapter.modalities),))
         metadata, prepared = self.prepare(request)
-        for error in self.forward([prepared], [memoryview(bytearray(metadata.nbytes))]).wait():
-            if error is not None:
-                raise error
+        try:
+            landing = self.forward([prepared], [memoryview(bytearray(metadata.nbytes))])
+        except Exception as error:
+            if not self.adapter.compiled or isinstance(error, TectumError):
+                raise
+            log.error("torch.compile failed: %s", str(error).partition("\n")[0])
+            text = (
+                f"--compile: torch.compile failed ({type(error).__name__}); on CPU it needs a C++ compiler, such as g++"
+            )
+            raise StartupError("missing_dependency", text) from None
+        for problem in landing.wait():
+            if problem is not None:
+                raise problem
 
     def _metadata(self, request: EncodeRequest, prepared: Prepared) -> RequestMetadata:
         return RequestMetadata(

@@ -302,6 +302,7 @@ def _load(line: Line, start: messages.Start, settings: Settings) -> Any:
         start.model,
         device=device,
         dtype=settings.dtype,
+        compile=settings.compile,
         progress=lambda what, fraction: line.send(Loading(what, fraction)),
     )
     unit = EncoderUnit(adapter, MediaPolicy.from_settings(settings), settings.max_request_patches)
