@@ -170,7 +170,7 @@ def test_a_reader_that_stalls_does_not_hold_its_rows_for_ever(tiny):
         address = process.url.removeprefix("http://").split(":")
         picture = base64.b64encode(png(zoo.picture(448, 448))).decode()
         body = json.dumps({"req_id": "stalled", "items": [{"type": "image", "data": picture}] * 48}).encode()
-        head = f"POST /v1/encode HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/encode HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.socket() as reader:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             reader.connect((address[0], int(address[1])))

@@ -29,9 +29,23 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address to listen on. Anything but loopback needs --token-file.")
     port: int = Field(30100, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one and prints it.")
     token_file: Path | None = Field(
-        None, description="File of bearer tokens, one a line; callers must send one. Read again when it changes."
+        None,
+        description="File of bearer tokens, one a line; callers must send one. A line may end in the name of the tenant that "
+        "the token belongs to. Read again when it changes.",
     )
-    tls_cert: Path | None = Field(None, description="PEM file of the server's certificate chain; turns TLS on.")
+    tenant_header: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9-]*$",
+        description="Header in which a trusted proxy names the tenant, such as X-Tectum-Tenant; empty: none is read. A "
+        "token's own tenant comes first.",
+    )
+    allowed_hosts: str = Field(
+        "",
+        description="Further names, comma-separated, by which one may call a loopback server that has no token (Host header).",
+    )
+    tls_cert: Path | None = Field(
+        None, description="PEM file of the server's certificate chain; turns TLS on. Read again when it changes."
+    )
     tls_key: Path | None = Field(None, description="PEM file of the certificate's private key.")
     tls_client_ca: Path | None = Field(
         None, description="PEM file of the authority that callers' certificates must come from (mutual TLS)."
@@ -260,6 +274,12 @@ class Settings(BaseSettings):
     max_fetched_bytes: int = Field(
         256 * MIB, ge=1024, le=1 << 44, description="Most bytes that one request may have fetched from URLs."
     )
+    max_all_fetched_bytes: int = Field(
+        2048 * MIB,
+        ge=1024,
+        le=1 << 50,
+        description="Most bytes fetched from URLs that are held at once, over all requests; more are refused with 503.",
+    )
     fetch_timeout: float = Field(10.0, gt=0, le=600, description="Seconds that fetching one URL may take in total.")
     allow_http: bool = Field(True, description="Whether plain http: URLs are fetched; https: always is.")
     allow_private_urls: bool = Field(
@@ -316,6 +336,12 @@ class Settings(BaseSettings):
     def lanes(self) -> int:
         """How many encoders there are at most."""
         return self.workers if isinstance(self.workers, int) else max(self.replicas, self.max_replicas)
+
+    @property
+    def allowed_host_names(self) -> frozenset[str]:
+        """The names of `allowed_hosts`, and the name to listen on."""
+        names = (*self.allowed_hosts.split(","), self.host)
+        return frozenset(name.strip().lower() for name in names if name.strip())
 
     @model_validator(mode="after")
     def _closed_to_strangers(self) -> Settings:

@@ -88,7 +88,9 @@ def _(servers: Servers) -> str:
     picture = base64.b64encode(saved(zoo.picture(448, 448))).decode()
     body = json.dumps({"items": [{"type": "image", "data": picture}] * 16}).encode()
     with socket.create_connection(door.address) as connection:
-        connection.sendall(b"POST /v1/encode HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        connection.sendall(
+            b"POST /v1/encode HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
     noticed = until(lambda: door.gauges()["encoder_hang_ups_total"] == before + 1)
     empty = until(lambda: door.gauges()["encoder_live_requests"] == door.gauges()["encoder_body_bytes"] == 0)
     return f"{'noticed' if noticed else 'missed'}, {'nothing' if empty else 'something'} is held"
@@ -562,7 +564,7 @@ simple("P-zero", "a picture without pixels", "400 media_decode_failed item 0", p
 
 # --- doors ---
 
-HEAD = b"POST /v1/encode HTTP/1.1\r\nHost: h\r\n"
+HEAD = b"POST /v1/encode HTTP/1.1\r\nHost: localhost\r\n"
 AUTH = b"Authorization: Bearer open-sesame\r\n"
 
 
@@ -606,7 +608,12 @@ raw(
 raw("D4", "a body that stops half-way", "408 request_timeout", HEAD + AUTH + b"Content-Length: 1000\r\n\r\n{")
 raw("D5", "headers that never end", "408 request_timeout", HEAD + b"X-A: b\r\n")
 raw("D6", "a header that never ends", "431 head_too_large", HEAD + b"X-A: " + b"b" * 100_000)
-raw("D7", "a request line of 100 KB", "431 head_too_large", b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: h\r\n\r\n")
+raw(
+    "D7",
+    "a request line of 100 KB",
+    "431 head_too_large",
+    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+)
 raw(
     "D8",
     "more than a hundred headers",
@@ -634,13 +641,13 @@ raw(
     "D16",
     "a proxy request",
     "401 unauthorized",
-    b"GET http://169.254.169.254/latest HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n",
+    b"GET http://169.254.169.254/latest HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
 )
 raw(
     "D17",
     "a body where none belongs",
     "400 invalid_request",
-    b"GET /v1/models HTTP/1.1\r\nHost: h\r\n" + AUTH + b"Content-Length: 5\r\n\r\nhello",
+    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n" + AUTH + b"Content-Length: 5\r\n\r\nhello",
 )
 raw(
     "D18",
@@ -653,13 +660,13 @@ raw(
     "D32",
     "an upgrade to a protocol that is not spoken is answered in the one that is",
     '200 {"status":"live"}',
-    b"GET /health/live HTTP/1.1\r\nHost: h\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\nPRI * HTTP/2.0\r\n\r\n",
+    b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\nPRI * HTTP/2.0\r\n\r\n",
 )
 
 
 @case("D19", "requests sent ahead by the hundred", "closed after at most 9 answers")
 def _(servers: Servers) -> str:
-    answer = servers.strict.raw(b"GET /health/live HTTP/1.1\r\nHost: h\r\n\r\n" * 500, seconds=5)
+    answer = servers.strict.raw(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n" * 500, seconds=5)
     count = answer.count(b"HTTP/1.1 ")
     return "closed after at most 9 answers" if count <= 9 else f"{count} answers"
 
@@ -793,7 +800,7 @@ def _(servers: Servers) -> str:
     door.http.close()
     connections = [socket.create_connection(door.address, 5) for _ in range(30)]
     try:
-        connections[-1].sendall(b"GET /health/live HTTP/1.1\r\nHost: h\r\n\r\n")
+        connections[-1].sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         got = status_of(read_all(connections[-1], 3))
     finally:
         for connection in connections:
@@ -830,7 +837,7 @@ def _(servers: Servers) -> str:
         "Basic open-sesame",
     ]
     near += ["Bearer open-sesame, Bearer x", "Bearer \xf6pen-sesame", "Bearer  open-sesame", "open-sesame"]
-    lines = b"GET /v1/models HTTP/1.1\r\nHost: h\r\nConnection: close\r\nAuthorization: %s\r\n\r\n"
+    lines = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: %s\r\n\r\n"
     got = {status_of(servers.strict.raw(lines % text.encode("latin-1"))) for text in near}
     return "all 401" if got == {"401 unauthorized"} else str(got)
 
@@ -865,6 +872,14 @@ def _(servers: Servers) -> str:
         {"sec-fetch-site": "same-origin", "origin": servers.plain.url},
     ]
     answers = [servers.plain.http.get("/v1/models", headers=headers) for headers in said_by_browsers]
+    return " ".join(str(answer.status_code) for answer in answers)
+
+
+@case("D35", "a web page that had its own name lead to the loopback address (DNS rebinding)", "403 403 403 200")
+def _(servers: Servers) -> str:
+    port = servers.plain.address[1]
+    names = [f"evil.example:{port}", "evil.example", f"127.0.0.1.evil.example:{port}", f"localhost:{port}"]
+    answers = [servers.plain.http.get("/v1/models", headers={"host": name}) for name in names]
     return " ".join(str(answer.status_code) for answer in answers)
 
 

@@ -11,6 +11,7 @@ import torch
 from tectum.config import Settings
 from tectum.errors import BadRequestError, UnavailableError
 from tectum.models.load import load_adapter
+from tectum.pipeline import stages as module
 from tectum.pipeline.local import LocalEncoder
 from tectum.pipeline.pipeline import Staged
 from tectum.pipeline.stages import Stages
@@ -130,3 +131,45 @@ def test_what_one_request_fetches_is_bounded(adapter):
             stages.forget(part)
 
     with_stages(adapter, test, allow_private_urls=True, max_fetched_bytes=len(data) * 3 // 2)
+
+
+def test_what_all_requests_fetch_is_bounded_while_they_hold_it(adapter, monkeypatch):
+    """The first picture is half sent while a second request asks for another; then all of it is given back."""
+    data = png(64, 64)
+    booked, go_on = asyncio.Event(), asyncio.Event()
+    add = module._Fetched.add
+
+    def noted(self, more):
+        add(self, more)
+        booked.set()
+
+    monkeypatch.setattr(module._Fetched, "add", noted)
+
+    async def serve(reader, writer):
+        slow = b"slow" in await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data[: len(data) // 2])
+        await writer.drain()
+        if slow:
+            await go_on.wait()
+        writer.write(data[len(data) // 2 :])
+        await writer.drain()
+        writer.close()
+
+    async def test(stages):
+        def ask(path):
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/{path}"
+            return stages.prepare(EncodeRequest(path, (MediaItem(Modality.IMAGE, url=url),)))
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server:
+            first = asyncio.create_task(ask("slow"))
+            await booked.wait()
+            with pytest.raises(UnavailableError) as caught:
+                await ask("other")
+            assert (caught.value.code, caught.value.status, caught.value.retry_after) == ("overloaded", 503, 1.0)
+            go_on.set()
+            stages.forget(await first)
+            assert stages._all_fetched.held == 0
+            stages.forget(await ask("other"))
+
+    with_stages(adapter, test, allow_private_urls=True, max_all_fetched_bytes=max(1024, len(data) * 5 // 4))

@@ -13,14 +13,16 @@ from pathlib import Path
 import httpx2
 import pytest
 import trustme
+from starlette.responses import PlainTextResponse
 
 from tectum.config import Settings
 from tectum.demo.encoder_process import EncoderProcess
 from tectum.errors import BadRequestError, StartupError, TectumError, UnavailableError
 from tectum.observe.logs import MAX_LINE, Scrubbed
+from tectum.serving import tenants
 from tectum.serving.bodies import decode_encode_body
-from tectum.serving.guard import BodyBudget, Tokens, Upload
-from tectum.serving.server import tls_context
+from tectum.serving.guard import BodyBudget, Guard, Tokens, Upload
+from tectum.serving.tls import tls_context
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,7 @@ def test_mutual_tls_lets_in_whoever_the_authority_knows_and_nobody_else(tiny, pa
                 httpx2.get(f"{process.url}/health/live", verify=trusting(papers, client), trust_env=False)
         port = int(process.url.rsplit(":", 1)[1])
         with socket.create_connection(("127.0.0.1", port), 10) as plain:
-            plain.sendall(b"GET /health/live HTTP/1.1\r\nHost: h\r\n\r\n")
+            plain.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
             plain.settimeout(10)
             try:
                 assert b"live" not in plain.recv(4096)
@@ -127,6 +129,113 @@ def test_papers_that_cannot_be_used_are_named(papers, tmp_path):
             tls_context(Settings(**given))
 
 
+def test_a_new_certificate_is_in_force_without_a_restart(tmp_path, papers, caplog):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+
+    def put(pem: Path, private: Path) -> None:
+        for source, target in ((pem, cert), (private, key)):
+            fresh = tmp_path / "fresh"
+            fresh.write_bytes(source.read_bytes())
+            os.replace(fresh, target)
+
+    def shown() -> bytes:
+        """The certificate of a whole handshake, in memory."""
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client_context.check_hostname, client_context.verify_mode = False, ssl.CERT_NONE
+        client = client_context.wrap_bio(to_client, to_server)
+        server = context.wrap_bio(to_server, to_client, server_side=True)
+        for side in (client, server, client, server):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                pass
+        return client.getpeercert(binary_form=True)
+
+    def der(name: str) -> bytes:
+        return ssl.PEM_cert_to_DER_cert(papers[name].read_text().partition("-----END")[0] + "-----END CERTIFICATE-----")
+
+    put(papers["server"], papers["server-key"])
+    context = tls_context(Settings(tls_cert=cert, tls_key=key))
+    assert context is not None
+    assert shown() == der("server")
+    put(papers["friend"], papers["friend-key"])
+    assert shown() == der("friend")
+    with caplog.at_level(logging.WARNING, "tectum.tls"):
+        put(papers["server"], papers["friend-key"])
+        assert shown() == der("friend"), "a certificate without its key is not taken"
+    assert len(caplog.records) == 1
+    cert.unlink()
+    assert shown() == der("friend")
+    put(papers["server"], papers["server-key"])
+    assert shown() == der("server")
+
+
+# --- who is called, and on whose behalf ---
+
+
+def through(settings: Settings, headers: dict[str, str], tokens: Tokens | None = None) -> tuple[int, str]:
+    """The status that the guard gives, and the tenant of a request that came through it with the body's tenant `part`."""
+    seen = ["", ""]
+
+    async def app(scope, receive, send):
+        seen[1] = tenants.effective("part")
+        await PlainTextResponse("ok")(scope, receive, send)
+
+    guard = Guard(
+        app, settings=settings, tokens=tokens, budget=BodyBudget(1 << 20, lambda _: None), hung_up=lambda: None
+    )
+    transport = httpx2.ASGITransport(guard)
+
+    async def get() -> int:
+        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:30100") as http:
+            return (await http.get("/v1/models", headers=headers)).status_code
+
+    return asyncio.run(get()), seen[1]
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:30100", 200),
+        ("LOCALHOST", 200),
+        ("127.0.0.1", 200),
+        ("127.8.9.1:1", 200),
+        ("[::1]:30100", 200),
+        ("app.localhost", 200),
+        ("encoder.internal:8080", 200),
+        ("evil.example:30100", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("192.168.0.7:30100", 403),
+        ("[::1", 403),
+    ],
+)
+def test_a_loopback_server_without_a_token_answers_only_to_its_own_names(host, status, tmp_path):
+    settings = Settings(allowed_hosts="Encoder.internal, other")
+    assert (through(settings, {"host": host}))[0] == status
+    file = tmp_path / "tokens"
+    file.write_text("secret")
+    with_token = {"host": host, "authorization": "Bearer secret"}
+    assert (through(settings, with_token, Tokens(file)))[0] == 200
+
+
+def test_the_tenant_is_the_tokens_own_and_else_what_a_trusted_proxy_or_the_body_says(tmp_path):
+    file = tmp_path / "tokens"
+    file.write_text("proxy\nmine alice\n")
+    tokens = Tokens(file)
+
+    def tenant(token: str, header: str = "", trusted: str = "") -> str:
+        headers = {"authorization": f"Bearer {token}", "x-tectum-tenant": header}
+        return (through(Settings(tenant_header=trusted), headers, tokens))[1]
+
+    assert tenant("proxy") == "part"
+    assert tenant("proxy", "bob") == "part", "no header is read by default"
+    assert tenant("proxy", "bob", "X-Tectum-Tenant") == "bob/part"
+    assert tenant("mine", "bob", "X-Tectum-Tenant") == "alice/part"
+    assert tenant("wrong") == "", "refused"
+
+
 # --- tokens ---
 
 
@@ -157,6 +266,16 @@ def test_tokens_rotate_by_changing_their_file(tmp_path, caplog):
         assert valid() == ["new"]
     assert len(caplog.records) == 2
     assert not any("new" in record.getMessage() for record in caplog.records)
+
+
+def test_a_token_may_belong_to_a_tenant(tmp_path):
+    file = tmp_path / "tokens"
+    file.write_text("free\nmine   alice \n\tyours\tbob & sons\n")
+    tokens = Tokens(file)
+    assert [tokens.tenant_of(f"Bearer {name}".encode()) for name in ("free", "mine", "yours", "alice")] == [
+        "", "alice", "bob & sons", None,
+    ]  # fmt: skip
+    assert tokens.first == "free"
 
 
 def test_a_token_file_without_a_token_is_refused_at_start_up(tmp_path):

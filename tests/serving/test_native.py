@@ -248,9 +248,7 @@ def test_a_caller_that_hangs_up_is_noticed(server, client):
     body = json.dumps(
         {"items": [{"type": "image", "data": base64.b64encode(jpeg(448, 448, i)).decode()} for i in range(8)]}
     )
-    head = (
-        f"POST /v1/encode HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
+    head = f"POST /v1/encode HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     for _ in range(5):
         with socket.create_connection(address) as connection:
             connection.sendall(head.encode() + body.encode())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from tectum.bench.link import Answer, Link
 from tectum.bench.pictures import Draw
@@ -45,7 +46,7 @@ class Native:
 
     def __init__(self, plan: Plan) -> None:
         token = "" if plan.token is None else f"Authorization: Bearer {plan.token}\r\n"
-        self._common = f"Host: bench\r\n{token}".encode()
+        self._common = f"Host: {urlsplit(plan.url).netloc}\r\n{token}".encode()
         self._shapes: dict[Size, bytes] = {}
 
     async def encode(self, link: Link, draw: Draw) -> Outcome:

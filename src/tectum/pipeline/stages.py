@@ -10,13 +10,13 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tectum.config import Settings
 from tectum.delivery.base import Deliveries
 from tectum.delivery.staging import Lease, StagingPool
-from tectum.errors import BadRequestError, TectumError
+from tectum.errors import BadRequestError, TectumError, UnavailableError
 from tectum.media.fetch import Fetcher
 from tectum.media.policy import MediaPolicy
 from tectum.media.source import needs_fetch
@@ -75,6 +75,7 @@ class Stages:
         self.lanes = encoders.lanes + 1  # the last one copies known rows
         self.pool = StagingPool(settings.max_staged_bytes)
         self._max_fetched = settings.max_fetched_bytes
+        self._all_fetched = _AllFetched(settings.max_all_fetched_bytes)
         self._fetcher = Fetcher(policy)
         self._open = AsyncExitStack()
 
@@ -99,12 +100,13 @@ class Stages:
 
     async def prepare(self, request: EncodeRequest) -> PreparedPart:
         started = time.perf_counter()
-        fetched = await self._fetch(request)
-        fetch_ended = time.perf_counter()
-        if self.reuse.wanted(fetched):
-            part = await self.reuse.prepare(fetched, self.encoders.revision, self.encoders.prepare)
-        else:
-            part = await self.encoders.prepare(fetched)
+        with _Fetched(self._max_fetched, self._all_fetched) as budget:
+            fetched = await self._fetch(request, budget)
+            fetch_ended = time.perf_counter()
+            if self.reuse.wanted(fetched):
+                part = await self.reuse.prepare(fetched, self.encoders.revision, self.encoders.prepare)
+            else:
+                part = await self.encoders.prepare(fetched)
         part.seconds = {"fetch": fetch_ended - started, "prepare": time.perf_counter() - fetch_ended}
         return part
 
@@ -113,9 +115,8 @@ class Stages:
         if part.lane != self.reuse.lane:
             self.encoders.forget(part)
 
-    async def _fetch(self, request: EncodeRequest) -> EncodeRequest:
+    async def _fetch(self, request: EncodeRequest, budget: _Fetched) -> EncodeRequest:
         """The request with bytes in place of http(s) URLs; all fetched at once, and all given up when one fails."""
-        budget = _Fetched(self._max_fetched)
         tasks = {
             index: asyncio.ensure_future(self._fetch_item(index, item.url or "", budget))
             for index, item in enumerate(request.items)
@@ -189,16 +190,35 @@ class Stages:
         self.pool.give_back(staged.lease)
 
 
-class _Fetched:
-    """Bytes that one request has fetched so far."""
+@dataclass(slots=True)
+class _AllFetched:
+    """Bytes fetched for all requests that are held now, and the most there may be."""
 
-    def __init__(self, limit: int) -> None:
+    limit: int
+    held: int = 0
+
+
+class _Fetched:
+    """Bytes fetched for one request. A context manager: when it is left, they are no longer held."""
+
+    def __init__(self, limit: int, everybody: _AllFetched) -> None:
         self._limit = limit
+        self._everybody = everybody
         self._held = 0
 
+    def __enter__(self) -> _Fetched:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._everybody.held -= self._held
+
     def add(self, more: int) -> None:
-        """Raises BadRequestError `media_too_large` (413)."""
-        self._held += more
-        if self._held > self._limit:
+        """Book `more` bytes. Raises BadRequestError `media_too_large` (413) or UnavailableError `overloaded` (503)."""
+        if self._held + more > self._limit:
             text = f"The request's URLs lead to more than {self._limit} bytes together (--max-fetched-bytes)"
             raise BadRequestError("media_too_large", text, limit=self._limit)
+        if self._everybody.held + more > self._everybody.limit:
+            text = f"The encoder is full: {self._everybody.held} fetched bytes (limit {self._everybody.limit})"
+            raise UnavailableError("overloaded", text, retry_after=1.0)
+        self._held += more
+        self._everybody.held += more

@@ -19,6 +19,7 @@ from starlette.requests import Request
 
 from tectum.config import MIB, Settings
 from tectum.errors import BadRequestError
+from tectum.serving import tenants
 from tectum.serving.presence import body_pieces
 from tectum.types import EncodeRequest, MediaItem, Modality
 
@@ -101,7 +102,7 @@ class EncodeBody(Struct, forbid_unknown_fields=True):
             deadline_ms=self.deadline_ms,
             options=self.options,
             delivery=self.delivery.mode,
-            tenant=self.tenant,
+            tenant=tenants.effective(self.tenant),
             content_keys=self.content_keys,
         )
 

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tectum.config import Settings, is_loopback
 from tectum.errors import BadRequestError, StartupError, TectumError, UnavailableError
 from tectum.observe import trace
+from tectum.serving import tenants
 from tectum.serving.connection import ABORT
 from tectum.serving.presence import CallerGoneError
 from tectum.serving.problems import problem_response
@@ -34,11 +35,13 @@ OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/health/live", "/he
 OPEN_PREFIXES = ("/errors/", "/api/errors/", "/dashboard/static/")
 #: seconds that the rest of a refused body is read and dropped, so that its sender gets to read why
 LINGER = 2.0
+#: characters of a tenant's name that are read of a header
+MAX_TENANT = 256
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
 class Tokens:
-    """The bearer tokens of a file: each line that is not empty is one, so that two are valid while callers change over.
+    """The bearer tokens of a file: a line `TOKEN` or `TOKEN TENANT` each, so that two are valid while callers change over.
 
     The file is looked at again with every request and read when it changed; while it is missing or empty, the tokens read
     last stay in force. Raises StartupError `invalid_settings` when there is none at the start.
@@ -55,18 +58,25 @@ class Tokens:
             raise StartupError("invalid_settings", f"token_file: {path} holds no token")
 
     def accept(self, authorization: bytes) -> bool:
-        """Whether an Authorization header carries one of the tokens. Takes as long for a wrong one as for a right one."""
+        """Whether an Authorization header carries one of the tokens."""
+        return self.tenant_of(authorization) is not None
+
+    def tenant_of(self, authorization: bytes) -> str | None:
+        """The tenant that the token of an Authorization header belongs to, or empty; None when there is no such token.
+
+        Takes as long for a wrong one as for a right one.
+        """
         self._reload()
         given = _given_token(authorization)
-        found = False
-        for token in self._tokens:
-            found |= hmac.compare_digest(given, token)
+        found = None
+        for token, tenant in self._tokens:
+            found = tenant if hmac.compare_digest(given, token) else found
         return found
 
     @property
     def first(self) -> str:
         """The token to send to others, where the file is one's own."""
-        return self._tokens[0].decode()
+        return self._tokens[0][0].decode()
 
     def _reload(self) -> None:
         stamp = self._look()
@@ -87,8 +97,9 @@ class Tokens:
             return None
         return found.st_mtime_ns, found.st_size, found.st_ino
 
-    def _read(self) -> list[bytes]:
-        return [line.strip().encode() for line in self._path.read_text().splitlines() if line.strip()]
+    def _read(self) -> list[tuple[bytes, str]]:
+        parts = [line.split(maxsplit=1) for line in self._path.read_text().splitlines()]
+        return [(part[0].encode(), "".join(part[1:]).strip()) for part in parts if part]
 
 
 def _given_token(authorization: bytes) -> bytes:
@@ -224,6 +235,8 @@ class Guard:
         self._budget = budget
         self._hung_up = hung_up
         self._refuse = refuse
+        # a page whose name was made to lead here (DNS rebinding) is of the same site to its browser: only Host tells
+        self._answers_this_host_alone = tokens is None and is_loopback(settings.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -250,8 +263,13 @@ class Guard:
     def _admit(self, scope: Scope, headers: dict[bytes, bytes], coming: bool, declared: int) -> None:
         """Raises TectumError for a request that is not let in. Looks at its headers alone."""
         tokens = None if self._is_open(scope["path"]) else self._tokens
-        if tokens is not None and not tokens.accept(headers.get(b"authorization", b"")):
+        tenant = "" if tokens is None else tokens.tenant_of(headers.get(b"authorization", b""))
+        if tenant is None:
             raise BadRequestError("unauthorized", "A bearer token is needed: Authorization: Bearer …")
+        tenants.of_caller.set(tenant or self._named_by_proxy(headers))
+        if self._answers_this_host_alone and not _names_this_host(headers.get(b"host", b""), self._settings):
+            text = "The Host header is no name of this host: name it in --allowed-hosts, or give the server a token"
+            raise BadRequestError("cross_site", text)
         if tokens is None and _from_another_site(headers):
             text = "A page of another site sent this; a server without a token answers no other site's pages"
             raise BadRequestError("cross_site", text)
@@ -263,6 +281,21 @@ class Guard:
             )
         check_size(declared, self._settings.max_body_bytes)
         self._budget.check(declared)
+
+    def _named_by_proxy(self, headers: dict[bytes, bytes]) -> str:
+        name = self._settings.tenant_header
+        return headers.get(name.lower().encode(), b"").decode("latin-1")[:MAX_TENANT] if name else ""
+
+
+def _names_this_host(host: bytes, settings: Settings) -> bool:
+    """Whether a Host header, where there is one, holds a loopback name or address, or a name that the settings allow."""
+    if not host:
+        return True
+    try:
+        name = urlsplit(f"//{host.decode('ascii')}").hostname or ""
+    except ValueError:
+        return False
+    return is_loopback(name) or name.endswith(".localhost") or name in settings.allowed_host_names
 
 
 def _from_another_site(headers: dict[bytes, bytes]) -> bool:

@@ -43,6 +43,7 @@ from tectum.serving.health import Health
 from tectum.serving.listen import BACKLOG, bind, bracketed
 from tectum.serving.local import local_door
 from tectum.serving.sglang import Doors
+from tectum.serving.tls import tls_context
 from tectum.workers.pool import WorkerPool
 
 log = logging.getLogger("tectum.server")
@@ -80,28 +81,6 @@ def _allow_files(connections: int) -> None:
         resource.setrlimit(
             resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
         )
-
-
-def tls_context(settings: Settings) -> ssl.SSLContext | None:
-    """TLS 1.2 or later with the settings' certificate, asking callers for theirs where an authority is given.
-
-    Raises StartupError `invalid_settings` for files that cannot be read, are not PEM, or do not belong together.
-    """
-    if settings.tls_cert is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(settings.tls_cert, settings.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        raise StartupError("invalid_settings", f"tls_cert, tls_key: {error.strerror or error}") from None
-    if settings.tls_client_ca is not None:
-        try:
-            context.load_verify_locations(settings.tls_client_ca)
-        except (OSError, ssl.SSLError) as error:
-            raise StartupError("invalid_settings", f"tls_client_ca: {error.strerror or error}") from None
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
 
 
 def _configured(app: ASGIApp, settings: Settings, metrics: Metrics, tls: ssl.SSLContext | None) -> uvicorn.Config:
