@@ -98,7 +98,8 @@ def test_json_multipart_and_data_uri_are_one_request(server):
 def test_hold_metadata_pull_release(server, client):
     metadata = client.hold(jpeg(), req_id="held")
     assert (metadata["rows"], metadata["width"], metadata["bytes"]) == (64, 64, 64 * 64 * 4)
-    assert client.status("held")["state"] == "staged"
+    held = client.status("held")
+    assert (held["state"], held["age_s"]) == ("staged", round(held["age_s"], 3))
     assert client.metadata("held")["grid_thw"] == [[1, 16, 16]]
     assert torch.equal(client.embedding("held").rows, client.encode(jpeg()).rows)
     assert client.status("held")["reason"] == "pulled"
