@@ -159,6 +159,14 @@ def test_tokens_rotate_by_changing_their_file(tmp_path, caplog):
     assert not any("new" in record.getMessage() for record in caplog.records)
 
 
+def test_the_name_of_the_scheme_has_no_case(tmp_path):
+    file = tmp_path / "tokens"
+    file.write_text("one\n")
+    tokens = Tokens(file)
+    assert [tokens.accept(given) for given in (b"bearer one", b"BEARER one", b"basic YW55Om9uZQ==")] == [True] * 3
+    assert [tokens.accept(given) for given in (b"Bearer ONE", b"one", b"Bearer", b"")] == [False] * 4
+
+
 def test_a_token_file_without_a_token_is_refused_at_start_up(tmp_path):
     empty = tmp_path / "empty"
     empty.write_text("\n \n")
@@ -178,6 +186,8 @@ def test_a_live_server_takes_the_new_token_and_then_refuses_the_old_one(tiny, tm
             return httpx2.get(f"{process.url}/v1/models", headers=headers, trust_env=False).status_code
 
         assert (ask("one"), ask("two")) == (200, 401)
+        linked = httpx2.get(f"{process.url}/errors/internal", headers={"sec-fetch-site": "cross-site"}, trust_env=False)
+        assert linked.status_code == 200, "a page that is open to all is open to those who follow a link"
         file.write_text("two\nthree\n")
         assert (ask("one"), ask("two"), ask("three")) == (401, 200, 200)
 

@@ -289,6 +289,19 @@ def test_pages_about_the_service(server, client):
     assert httpx2.get(f"{server.url}/api/errors/request_released").json()["code"] == "request_released"
 
 
+def test_a_link_of_another_site_leads_to_the_pages_that_are_the_same_for_all(server):
+    """A browser says where a click came from; a wiki's link to an error's meaning, or to the live page, has to work."""
+    clicked = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+    paths = ("/", "/errors/overloaded", "/health", "/v1/models", "/metrics", "/v1/requests/r/embedding")
+    answers = [httpx2.get(server.url + path, headers=clicked).status_code for path in paths]
+    assert answers == [200, 200, 200, 403, 403, 403]
+
+
+def test_health_is_where_engines_have_it(server):
+    answer = httpx2.get(f"{server.url}/health")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
+
+
 def test_a_server_that_is_not_there(server):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -34,7 +34,7 @@ MAX_FIELD = 8 * MIB
 
 
 class ItemBody(Struct, forbid_unknown_fields=True):
-    """One picture: exactly one of `url` (https:, http:, data:, file:), `data` (base64) or `file` (a multipart part)."""
+    """One item: exactly one of `url` (https:, http:, data:, file:), `data` (base64) or `file` (a multipart part)."""
 
     type: Modality
     url: Annotated[str, Meta(min_length=1, description="Where the media lies, or a data: URI.")] | None = None

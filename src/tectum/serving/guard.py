@@ -93,10 +93,11 @@ class Tokens:
 
 def _given_token(authorization: bytes) -> bytes:
     """The token of a bearer header, or the password of a basic one: what HTTP clients make of `http://any:TOKEN@host`."""
-    kind, _, credentials = authorization.partition(b" ")
-    if kind == b"Bearer":
+    scheme, _, credentials = authorization.partition(b" ")
+    kind = scheme.lower()
+    if kind == b"bearer":
         return credentials
-    if kind == b"Basic":
+    if kind == b"basic":
         with contextlib.suppress(ValueError):
             return base64.b64decode(credentials, validate=True).partition(b":")[2]
     return b""
@@ -249,12 +250,8 @@ class Guard:
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes], coming: bool, declared: int) -> None:
         """Raises TectumError for a request that is not let in. Looks at its headers alone."""
-        tokens = None if self._is_open(scope["path"]) else self._tokens
-        if tokens is not None and not tokens.accept(headers.get(b"authorization", b"")):
-            raise BadRequestError("unauthorized", "A bearer token is needed: Authorization: Bearer …")
-        if tokens is None and _from_another_site(headers):
-            text = "A page of another site sent this; a server without a token answers no other site's pages"
-            raise BadRequestError("cross_site", text)
+        if not self._is_open(scope["path"]):  # those a link of any site may lead to
+            self._check_caller(headers)
         if coming and scope["method"] not in _WITH_BODY:
             raise BadRequestError("invalid_request", f"A {scope['method'][:20]} request takes no body")
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
@@ -263,6 +260,15 @@ class Guard:
             )
         check_size(declared, self._settings.max_body_bytes)
         self._budget.check(declared)
+
+    def _check_caller(self, headers: dict[bytes, bytes]) -> None:
+        """Raises BadRequestError: `unauthorized`, or `cross_site` where there are no tokens."""
+        if self._tokens is not None:
+            if not self._tokens.accept(headers.get(b"authorization", b"")):
+                raise BadRequestError("unauthorized", "A bearer token is needed: Authorization: Bearer …")
+        elif _from_another_site(headers):
+            text = "A page of another site sent this; a server without a token answers no other site's pages"
+            raise BadRequestError("cross_site", text)
 
 
 def _from_another_site(headers: dict[bytes, bytes]) -> bool:
