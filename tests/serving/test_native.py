@@ -286,6 +286,11 @@ def test_pages_about_the_service(server, client):
     document = httpx2.get(f"{server.url}/openapi.json").json()
     assert {"/v1/encode", "/v1/requests/{req_id}", "/v1/requests/{req_id}/embedding"} <= set(document["paths"])
     assert "items" in document["components"]["schemas"]["EncodeBody"]["properties"]
+    assert "422" not in json.dumps(document), "a wrong parameter is answered 400"
+    assert "ValidationError" not in json.dumps(document)
+    series = httpx2.get(f"{server.url}/metrics").text
+    assert "encoder_hang_ups_total 0.0" in series
+    assert "_created" not in series
     assert httpx2.get(f"{server.url}/api/errors/request_released").json()["code"] == "request_released"
 
 

@@ -132,11 +132,20 @@ def _add_catalogue(app: FastAPI) -> None:
 
 
 def _documented(openapi: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-    """The OpenAPI document with the schema of the encode body, which the route reads by hand."""
+    """The OpenAPI document with the schema of the encode body, which the route reads by hand, and without FastAPI's 422.
+
+    A wrong parameter is answered 400, as `problems.py` says.
+    """
 
     def document() -> dict[str, Any]:
         schema = openapi()
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(openapi_schemas())
+        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update(openapi_schemas())
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        for methods in schema["paths"].values():
+            for operation in methods.values():
+                operation["responses"].pop("422", None)
         return schema
 
     return document
