@@ -44,7 +44,11 @@ def photograph(tmp_path_factory):
         (["serve", ".", "--port", "99999"], "port"),
         (["serve", ".", "--fuse", "sometimes"], "fuse"),
         (["serve", ".", "--device", "cuda:7"], "cuda:7"),
+        (["serve", ".", "--workers", "0"], "error workers: from 1 to 256 processes"),
         (["encode", "x.png", "--out", "x"], "--url"),
+        (["encode", "x.png", "--out", "x", "--url", "http://127.0.0.1:1", "--model", "."], "Give either --url"),
+        (["encode", "x.png", "--out", "x", "--url", "127.0.0.1:30100"], "with its scheme"),
+        (["encode", "x.png", "--out", "no/such/x", "--url", "http://127.0.0.1:1"], "there is no folder no/such"),
         (["explain", "zzzzzzzz qqqqqq"], "explain --list"),
     ],
 )
@@ -53,6 +57,19 @@ def test_start_up_mistakes_exit_with_2_and_say_what_is_wrong(arguments, words):
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_help_shows_what_a_setting_is_without_its_flag_and_what_it_may_be():
+    said = " ".join(tectum("serve", "--help", COLUMNS="200").stdout.replace("│", " ").split())
+    for words in (
+        "[default: 30100]",
+        "[default: true]",
+        "[auto|float32|bfloat16|float16] [default: auto]",
+        "tectum[trace]",
+    ):
+        assert words in said
+    shown = [info for info in Settings.model_fields.values() if info.default not in (None, "")]
+    assert said.count("[default:") >= len(shown)
 
 
 def test_unsupported_architecture_lists_the_supported_ones(tmp_path):
@@ -108,10 +125,25 @@ def test_encode_here_and_there_write_the_same_rows(tiny, server, photograph, tmp
     with safe_open(here, "pt") as one, safe_open(there, "pt") as two:
         assert one.get_tensor("rows").shape == (64, 64)
         assert two.get_tensor("item_rows").tolist() == [64, 64]
+    folder = tectum("encode", str(photograph), "--url", server.url, "--out", str(tmp_path))
+    assert (folder.returncode, "Traceback" in folder.stderr) == (2, False), "a folder is no file to write to"
+    assert "Is a directory [invalid_settings]" in folder.stderr
     missing = tectum("encode", "no-such.png", "--url", server.url, "--out", str(there))
     assert missing.returncode == 1
     assert "no-such.png" in missing.stderr
     assert "item 0" in missing.stderr
+
+
+def test_encode_takes_clips_too(server, tmp_path):
+    clip, out = tmp_path / "clip.tiff", tmp_path / "rows"
+    frames = [zoo.picture(64, 64, number) for number in range(4)]
+    frames[0].save(clip, save_all=True, append_images=frames[1:])
+    done = tectum("encode", str(clip), "--modality", "video", "--url", server.url, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    with Client(server.url) as client, safe_open(out, "pt") as written:
+        expected = client.encode([clip], modality="video")
+        assert written.get_tensor("grid_thw").tolist() == [list(grid) for grid in expected.grid_thw]
+        assert written.get_tensor("rows").equal(expected.rows)
 
 
 def test_sigterm_finishes_what_was_accepted_refuses_the_rest_and_exits_0(tiny):

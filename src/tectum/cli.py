@@ -18,6 +18,7 @@ from rich.markup import escape
 
 import tectum
 from tectum.errors import StartupError, TectumError
+from tectum.types import Embedding, Modality
 
 app = typer.Typer(
     help="The encoder plane for multimodal serving: vision encoders as a service of their own.",
@@ -78,7 +79,8 @@ def _flag(name: str, info: Any) -> inspect.Parameter:
     )
     flag = f"--{name.replace('_', '-')}"
     declared = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
-    option = typer.Option(declared, help=f"{info.description}{choices}{default}", show_default=False)
+    said = escape(f"{info.description}{choices}{default}")  # brackets would be read as markup, and vanish
+    option = typer.Option(declared, help=said, show_default=False)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -158,51 +160,65 @@ def gateway(
     ["device", "dtype", "compile", "forward_threads", "allow_private_urls", "fetch_timeout", "max_image_pixels"]
 )
 def encode(
-    files: Annotated[list[str], typer.Argument(metavar="FILE_OR_URL…", help="Pictures: files, http(s) or data URLs.")],
+    files: Annotated[list[str], typer.Argument(metavar="FILE_OR_URL…", help="Items: files, http(s) or data URLs.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the rows (safetensors).")],
     url: Annotated[str | None, typer.Option(help="A running server; without it the encoder runs here.")] = None,
     model: Annotated[str | None, typer.Option(help="Folder or hub id, where the encoder runs here.")] = None,
+    modality: Annotated[Modality, typer.Option(help="What the items are, all of them.")] = Modality.IMAGE,
     token_file: Annotated[Path | None, typer.Option(help="File that holds the server's bearer token.")] = None,
     min_pixels: Annotated[int | None, typer.Option(help="Processor option: upscale below this many pixels.")] = None,
     max_pixels: Annotated[int | None, typer.Option(help="Processor option: downscale above this many pixels.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the server.")] = 120.0,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Encode pictures and write their rows, in order, to one safetensors file."""
+    """Encode pictures, clips or recordings and write their rows, in order, to one safetensors file."""
     given = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     options = {name: value for name, value in given.items() if value is not None}
+    asked: dict[str, Any] = {"options": options, "modality": modality}
     if (url is None) == (model is None):
-        raise StartupError("invalid_settings", "Give --url (a running server) or --model (encode in this process)")
+        text = "Give either --url (a running server) or --model (encode in this process)"
+        raise StartupError("invalid_settings", text)
+    if not out.parent.is_dir():  # said before the work, not after it
+        raise StartupError("invalid_settings", f"out: there is no folder {out.parent}")
     if url is not None:
-        embedding = _encode_there(url, files, options, token_file, timeout)
+        embedding = _encode_there(url, files, asked, token_file, timeout)
     else:
         encoder = _needs_serve("tectum.pipeline.encoder", "Encoder")
         with encoder(model, **{name: value for name, value in (settings or {}).items() if value is not None}) as here:
-            embedding = here.encode(files, options=options)
-    from tectum.delivery import wire
-
-    out.write_bytes(
-        wire.pack(
-            rows=embedding.rows,
-            item_rows=embedding.item_rows,
-            grid_thw=embedding.grid_thw,
-            deepstack=embedding.deepstack,
-            dtype=embedding.dtype,
-            req_id=embedding.req_id,
-            items=embedding.items,
-        )
-    )
+            embedding = here.encode(files, **asked)
+    _write(embedding, out)
     Console(stderr=True).print(
         f"{len(files)} item(s), {sum(embedding.item_rows)} rows of {embedding.width} {embedding.dtype} -> {out}",
         highlight=False,
     )
 
 
-def _encode_there(url: str, files: list[str], options: dict[str, Any], token_file: Path | None, timeout: float) -> Any:
+def _encode_there(url: str, files: list[str], asked: dict[str, Any], token_file: Path | None, timeout: float) -> Any:
     from tectum.engines.client import Client
 
+    if not url.startswith(("http://", "https://")):
+        raise StartupError("invalid_settings", "url: give it with its scheme, such as http://127.0.0.1:30100")
     with Client(url, token=_token(token_file), timeout=timeout) as client:
-        return client.encode(files, options=options)
+        return client.encode(files, **asked)
+
+
+def _write(embedding: Embedding, out: Path) -> None:
+    """The embedding in the wire format. Raises StartupError `invalid_settings` where it cannot be written."""
+    from tectum.delivery import wire
+
+    packed = wire.pack(
+        rows=embedding.rows,
+        item_rows=embedding.item_rows,
+        grid_thw=embedding.grid_thw,
+        deepstack=embedding.deepstack,
+        dtype=embedding.dtype,
+        req_id=embedding.req_id,
+        items=embedding.items,
+    )
+    try:
+        out.write_bytes(packed)
+    except OSError as error:
+        raise StartupError("invalid_settings", f"out: {out}: {error.strerror}") from None
 
 
 def _token(file: Path | None) -> str | None:

@@ -385,7 +385,8 @@ class Settings(BaseSettings):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "settings"
-            raise StartupError("invalid_settings", f"{where}: {first['msg']}") from None
+            said = first["msg"].removeprefix("Value error, ")  # of the library, before our own words
+            raise StartupError("invalid_settings", f"{where}: {said}") from None
 
     @classmethod
     def _environment(cls) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tectum import Encoder
-from tectum.errors import MMError
+from tectum.errors import MMError, StartupError
 from tests import zoo
 
 
@@ -33,6 +33,13 @@ def test_wrong_arguments_are_errors_of_the_tree_and_leave_it_working(encoder, ar
         encoder.encode(zoo.picture(64, 64), **arguments)
     assert (caught.value.code, caught.value.status) == (code, status)
     assert encoder.encode(zoo.picture(64, 64)).rows.shape[0] == 4
+
+
+def test_an_encoder_that_cannot_start_leaves_no_thread(tiny):
+    before = threading.active_count()
+    with pytest.raises(StartupError, match="is no host"):
+        Encoder(str(tiny), allowed_media_hosts="any@host")
+    assert threading.active_count() == before
 
 
 def test_closing_from_several_threads_at_once_ends_and_later_calls_say_so(tiny):

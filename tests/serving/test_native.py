@@ -98,7 +98,8 @@ def test_json_multipart_and_data_uri_are_one_request(server):
 def test_hold_metadata_pull_release(server, client):
     metadata = client.hold(jpeg(), req_id="held")
     assert (metadata["rows"], metadata["width"], metadata["bytes"]) == (64, 64, 64 * 64 * 4)
-    assert client.status("held")["state"] == "staged"
+    held = client.status("held")
+    assert (held["state"], held["age_s"]) == ("staged", round(held["age_s"], 3))
     assert client.metadata("held")["grid_thw"] == [[1, 16, 16]]
     assert torch.equal(client.embedding("held").rows, client.encode(jpeg()).rows)
     assert client.status("held")["reason"] == "pulled"
@@ -283,7 +284,25 @@ def test_pages_about_the_service(server, client):
     document = httpx2.get(f"{server.url}/openapi.json").json()
     assert {"/v1/encode", "/v1/requests/{req_id}", "/v1/requests/{req_id}/embedding"} <= set(document["paths"])
     assert "items" in document["components"]["schemas"]["EncodeBody"]["properties"]
+    assert "422" not in json.dumps(document), "a wrong parameter is answered 400"
+    assert "ValidationError" not in json.dumps(document)
+    series = httpx2.get(f"{server.url}/metrics").text
+    assert "\nencoder_hang_ups_total " in series
+    assert "_created" not in series
     assert httpx2.get(f"{server.url}/api/errors/request_released").json()["code"] == "request_released"
+
+
+def test_a_link_of_another_site_leads_to_the_pages_that_are_the_same_for_all(server):
+    """A browser says where a click came from; a wiki's link to an error's meaning, or to the live page, has to work."""
+    clicked = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+    paths = ("/", "/errors/overloaded", "/health", "/v1/models", "/metrics", "/v1/requests/r/embedding")
+    answers = [httpx2.get(server.url + path, headers=clicked).status_code for path in paths]
+    assert answers == [200, 200, 200, 403, 403, 403]
+
+
+def test_health_is_where_engines_have_it(server):
+    answer = httpx2.get(f"{server.url}/health")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
 
 
 def test_a_server_that_is_not_there(server):

@@ -167,6 +167,17 @@ def test_wrong_settings_are_refused_at_start_up(settings):
     assert caught.value.code == "invalid_settings"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_bootstrap_server_ends_well_and_has_no_page_of_other_hosts(number):
+    command = [sys.executable, "-m", "tectum", "bootstrap", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        url = process.stderr.readline().removeprefix("bootstrap on ").strip()
+        pages = [httpx2.get(url + path).status_code for path in ("/docs", "/redoc", "/health")]
+        process.send_signal(number)
+    assert (pages, process.returncode) == ([404, 404, 200], 0)
+
+
 def test_a_bootstrap_server_for_others_needs_a_token():
     done = subprocess.run(
         [sys.executable, "-m", "tectum", "bootstrap", "--host", "0.0.0.0"], capture_output=True, text=True, timeout=60

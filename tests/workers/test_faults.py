@@ -128,6 +128,11 @@ def test_with_two_encoders_the_other_goes_on(tiny):
         answers = await asyncio.gather(*(caller.encode() for _ in range(10)))
         assert {answer.status_code for answer in answers} == {200}
 
+        async def logged() -> bool:
+            return any(f"{first} (lane 0) ended by signal 9; it is replaced" in line for line in process.lines)
+
+        await caller.until(logged, 10)
+
     with EncoderProcess(tiny, *FLAGS, "--workers", "2") as process:
         against(process, test)
 
@@ -159,6 +164,28 @@ def test_a_stopped_encoder_turns_progress_unhealthy_and_is_replaced(tiny):
 
     with EncoderProcess(tiny, *FLAGS, "--stall-timeout", "3") as process:
         against(process, watched)
+
+
+def test_a_service_that_stood_still_blames_no_encoder(tiny):
+    """A machine that is suspended, a container that is paused: afterwards the loop's timers are due before anything is read."""
+
+    async def test(caller: Caller):
+        assert await caller.serves()
+        (pid,) = await caller.pids()
+        calls = [asyncio.create_task(caller.encode(LARGE, times=8)) for _ in range(12)]
+
+        async def busy() -> bool:
+            return (await caller.gauges())["encoder_live_requests"] >= 6
+
+        await caller.until(busy)
+        os.kill(process.pid, signal.SIGSTOP)
+        await asyncio.sleep(3)  # longer than it may hear nothing of an encoder
+        os.kill(process.pid, signal.SIGCONT)
+        assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
+        assert (await caller.pids()) == [pid]
+
+    with EncoderProcess(tiny, *FLAGS, "--stall-timeout", "2") as process:
+        against(process, test)
 
 
 def test_beyond_the_limit_callers_are_refused_at_once_and_told_when_to_come_back(tiny):

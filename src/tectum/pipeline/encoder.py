@@ -45,8 +45,12 @@ class Encoder:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tectum-encoder", daemon=True)
         self._thread.start()
-        local = LocalEncoder(self.adapter, self.settings)
-        self._pipeline = asyncio.run_coroutine_threadsafe(self._start(local), self._loop).result()
+        try:
+            local = LocalEncoder(self.adapter, self.settings)
+            self._pipeline = asyncio.run_coroutine_threadsafe(self._start(local), self._loop).result()
+        except BaseException:
+            self._stop_loop()
+            raise
 
     def encode(
         self,
@@ -80,9 +84,12 @@ class Encoder:
                 return
             self._closed = True  # from here on nothing is submitted
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._stop_loop()
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def __enter__(self) -> Encoder:
         return self

@@ -325,11 +325,13 @@ class Pipeline:
         if live is not None:
             job = self._jobs[live.life]
             metadata = None if job.prepared is None else job.prepared.metadata.to_json()
-            return {"req_id": req_id, "state": str(live.state), "age_s": now - live.accepted_at, "metadata": metadata}
+            age = round(now - live.accepted_at, 3)
+            return {"req_id": req_id, "state": str(live.state), "age_s": age, "metadata": metadata}
         stone = self.ledger.tombstone(req_id, now)
         if stone is None:
             raise unknown(req_id)
-        answer = {"req_id": req_id, "state": "released", "reason": str(stone.reason), "released_s": now - stone.at}
+        since = round(now - stone.at, 3)
+        answer = {"req_id": req_id, "state": "released", "reason": str(stone.reason), "released_s": since}
         return answer if stone.error is None else {**answer, "error": stone.error.to_problem()}
 
     async def drain(self, timeout: float) -> bool:

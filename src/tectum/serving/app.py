@@ -39,7 +39,7 @@ def create_app(
     app = FastAPI(
         title="Tectum",
         version=tectum.__version__,
-        description="Vision encoders as a service: rows for a language model that runs elsewhere.",
+        description="Vision and audio encoders as a service: rows for a language model that runs elsewhere.",
         docs_url=None,  # its page would load a script from another host
         redoc_url=None,
     )
@@ -47,6 +47,8 @@ def create_app(
     app.include_router(native.router(pipeline, settings))
     if settings.transfer_backend != "none":
         app.include_router(sglang.router(doors, health, settings))
+    else:
+        _add_short_health(app, health)
     _add_health(app, pipeline, pool, health)
     _add_pages(app, pool, settings, metrics)
     _add_catalogue(app)
@@ -88,6 +90,16 @@ def _add_health(app: FastAPI, pipeline: Pipeline, pool: WorkerPool, health: Heal
         return JSONResponse({"status": "progressing", "stalled_s": round(stalled, 3), "workers": pool.describe()})
 
 
+def _add_short_health(app: FastAPI, health: Health) -> None:
+    """`/health`, where vLLM and SGLang have it; SGLang's doors bring their own."""
+
+    @app.get("/health", tags=["health"], summary="New work is taken, and accepted work gets done")
+    async def short() -> Response:
+        health.check_ready()
+        health.check_progress()
+        return JSONResponse({"status": "ready"})
+
+
 def _add_pages(app: FastAPI, pool: WorkerPool, settings: Settings, metrics: Metrics) -> None:
     @app.get("/v1/models", tags=["native"], summary="The model that is served")
     async def models() -> Response:
@@ -120,11 +132,20 @@ def _add_catalogue(app: FastAPI) -> None:
 
 
 def _documented(openapi: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-    """The OpenAPI document with the schema of the encode body, which the route reads by hand."""
+    """The OpenAPI document with the schema of the encode body, which the route reads by hand, and without FastAPI's 422.
+
+    A wrong parameter is answered 400, as `problems.py` says.
+    """
 
     def document() -> dict[str, Any]:
         schema = openapi()
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(openapi_schemas())
+        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update(openapi_schemas())
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        for methods in schema["paths"].values():
+            for operation in methods.values():
+                operation["responses"].pop("422", None)
         return schema
 
     return document

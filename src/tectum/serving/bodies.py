@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from contextlib import aclosing
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -35,7 +35,7 @@ MAX_FIELD = 8 * MIB
 
 
 class ItemBody(Struct, forbid_unknown_fields=True):
-    """One picture: exactly one of `url` (https:, http:, data:, file:), `data` (base64) or `file` (a multipart part)."""
+    """One item: exactly one of `url` (https:, http:, data:, file:), `data` (base64) or `file` (a multipart part)."""
 
     type: Modality
     url: Annotated[str, Meta(min_length=1, description="Where the media lies, or a data: URI.")] | None = None
@@ -147,6 +147,10 @@ def convert(kind: type[Body], fields: dict[str, Any]) -> Body:
         raise _wrong_field(str(error)) from None
 
 
+#: what a field may hold, by its name, where that is a choice: the library does not say
+_CHOICES = {"type": tuple(Modality), "mode": get_args(get_type_hints(DeliveryBody)["mode"])}
+
+
 def _wrong_field(said: str) -> BadRequestError:
     """msgspec says `<what> - at `$.items[3].url``; where comes first here, and no value or long name is repeated."""
     what, at, where = said.rpartition(" - at `$")
@@ -159,7 +163,8 @@ def _wrong_field(said: str) -> BadRequestError:
     if told.startswith("Object contains unknown field"):
         what = f"there is no field `{name.rstrip('`')[:40]}`"
     elif told.startswith("Invalid enum value"):
-        what = "not one of those that are known"
+        known = _CHOICES.get(parts[-1])
+        what = f"not one of {', '.join(known)}" if known else "not one of those that are known"
     else:
         what = told + quoted + name
     return BadRequestError("invalid_request", f"{path[:80] or 'body'}: {what}", item=item)

@@ -258,7 +258,7 @@ def router(dashboard: Dashboard, tokens: Tokens | None) -> APIRouter:
     @api.get("/dashboard/static/{name:path}")
     async def file(name: str) -> Response:
         if name not in static:
-            raise BadRequestError("not_found", "There is no such page; see /docs for those there are")
+            raise BadRequestError("not_found", "There is no such page; /openapi.json lists those there are")
         return Response(static[name], headers=_HEADERS, media_type=_TYPES[name[name.rindex(".") :]])
 
     @api.get("/dashboard/events")

@@ -31,7 +31,7 @@ from tectum.errors import BadRequestError, StartupError, TectumError, Unavailabl
 from tectum.serving import problems
 from tectum.serving.guard import Tokens
 from tectum.serving.health import Health
-from tectum.serving.listen import bind, bracketed
+from tectum.serving.listen import ServerUntilSignal, bind, bracketed
 
 log = logging.getLogger("tectum.discovery")
 
@@ -200,7 +200,7 @@ def bootstrap_app(registry: Registry, token_file: Path | None, probe_interval: f
         probing.cancel()
         await asyncio.gather(probing, return_exceptions=True)
 
-    app = FastAPI(title="Tectum bootstrap", lifespan=lifespan, redoc_url=None)
+    app = FastAPI(title="Tectum bootstrap", lifespan=lifespan, docs_url=None, redoc_url=None)  # of other hosts' scripts
     problems.install(app)
 
     @app.get("/health", summary="The server answers")
@@ -258,7 +258,7 @@ def serve_bootstrap(host: str, port: int, token_file: Path | None, lease: float,
         shown, taken = listener.getsockname()[:2]
         Console(stderr=True).print(f"bootstrap on http://{bracketed(shown)}:{taken}", highlight=False, soft_wrap=True)
         config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False)
-        uvicorn.Server(config).run(sockets=[listener])
+        ServerUntilSignal(config).run(sockets=[listener])
     return 0
 
 

@@ -104,10 +104,11 @@ class Tokens:
 
 def _given_token(authorization: bytes) -> bytes:
     """The token of a bearer header, or the password of a basic one: what HTTP clients make of `http://any:TOKEN@host`."""
-    kind, _, credentials = authorization.partition(b" ")
-    if kind == b"Bearer":
+    scheme, _, credentials = authorization.partition(b" ")
+    kind = scheme.lower()
+    if kind == b"bearer":
         return credentials
-    if kind == b"Basic":
+    if kind == b"basic":
         with contextlib.suppress(ValueError):
             return base64.b64decode(credentials, validate=True).partition(b":")[2]
     return b""
@@ -262,17 +263,8 @@ class Guard:
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes], coming: bool, declared: int) -> None:
         """Raises TectumError for a request that is not let in. Looks at its headers alone."""
-        tokens = None if self._is_open(scope["path"]) else self._tokens
-        tenant = "" if tokens is None else tokens.tenant_of(headers.get(b"authorization", b""))
-        if tenant is None:
-            raise BadRequestError("unauthorized", "A bearer token is needed: Authorization: Bearer …")
-        tenants.of_caller.set(tenant or self._named_by_proxy(headers))
-        if self._answers_this_host_alone and not _names_this_host(headers.get(b"host", b""), self._settings):
-            text = "The Host header is no name of this host: name it in --allowed-hosts, or give the server a token"
-            raise BadRequestError("cross_site", text)
-        if tokens is None and _from_another_site(headers):
-            text = "A page of another site sent this; a server without a token answers no other site's pages"
-            raise BadRequestError("cross_site", text)
+        if not self._is_open(scope["path"]):  # those a link of any site may lead to
+            self._check_caller(headers)
         if coming and scope["method"] not in _WITH_BODY:
             raise BadRequestError("invalid_request", f"A {scope['method'][:20]} request takes no body")
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
@@ -281,6 +273,22 @@ class Guard:
             )
         check_size(declared, self._settings.max_body_bytes)
         self._budget.check(declared)
+
+    def _check_caller(self, headers: dict[bytes, bytes]) -> None:
+        """Who calls, and on whose behalf. Raises BadRequestError: `unauthorized`, or `cross_site` where there are no tokens."""
+        tenant = ""
+        if self._tokens is not None:
+            found = self._tokens.tenant_of(headers.get(b"authorization", b""))
+            if found is None:
+                raise BadRequestError("unauthorized", "A bearer token is needed: Authorization: Bearer …")
+            tenant = found
+        elif _from_another_site(headers):
+            text = "A page of another site sent this; a server without a token answers no other site's pages"
+            raise BadRequestError("cross_site", text)
+        elif self._answers_this_host_alone and not _names_this_host(headers.get(b"host", b""), self._settings):
+            text = "The Host header is no name of this host: name it in --allowed-hosts, or give the server a token"
+            raise BadRequestError("cross_site", text)
+        tenants.of_caller.set(tenant or self._named_by_proxy(headers))
 
     def _named_by_proxy(self, headers: dict[bytes, bytes]) -> str:
         name = self._settings.tenant_header

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import signal
 import socket
+from collections.abc import Iterator
+
+import uvicorn
 
 from tectum.errors import StartupError
 
@@ -35,3 +40,13 @@ def bind(host: str, port: int) -> socket.socket:
 def bracketed(host: str) -> str:
     """`host` as it stands in a URL."""
     return f"[{host}]" if ":" in host else host
+
+
+class ServerUntilSignal(uvicorn.Server):
+    """A server that ends well on SIGTERM or SIGINT: uvicorn's own would be ended by the signal after all, raised once more."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.handle_exit)
+        yield

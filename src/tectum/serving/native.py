@@ -56,7 +56,7 @@ def router(pipeline: Pipeline, settings: Settings) -> APIRouter:
 
     @api.post(
         "/encode",
-        summary="Encode pictures",
+        summary="Encode pictures, clips or recordings",
         responses={200: {"content": {SAFETENSORS: {}, "application/json": {}}}, **_ERRORS},
         openapi_extra={
             "requestBody": {
@@ -76,7 +76,7 @@ def router(pipeline: Pipeline, settings: Settings) -> APIRouter:
         },
     )
     async def encode(request: Request) -> Response:
-        """Encode one part. `inline` answers with its rows (safetensors), `hold` with its metadata (JSON)."""
+        """Encode one part. Answers when its rows are there: `inline` with them (safetensors), `hold` with metadata (JSON)."""
         encode_request = await read_encode_request(request, settings)
         request.state.req_id = encode_request.req_id
         if encode_request.delivery == "hold":

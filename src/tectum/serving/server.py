@@ -19,6 +19,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from typing import Any, cast
 
+import prometheus_client
 import uvicorn
 import uvloop
 from rich.console import Console
@@ -116,6 +117,7 @@ async def _serve(
     tls: ssl.SSLContext | None,
     console: Console,
 ) -> int:
+    prometheus_client.disable_created_metrics()  # this process is ours: a second series beside each counter helps nobody
     metrics = Metrics()
     observers: list[Observer] = [metrics, logs.RequestLog()]
     async with AsyncExitStack() as open_:

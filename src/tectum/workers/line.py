@@ -28,6 +28,7 @@ class EncoderLine:
     gone: done once the encoder is out of reach, by whatever cause; from then on nobody writes to staging memory for it.
     garbage: messages that were dropped because they do not decode, or were not asked for.
     pid: of its process. node: the machine it runs on, where that is not this one. card: its model's, once ready.
+    how: it ended, in words for the log, where that is known.
     """
 
     pid = 0
@@ -38,6 +39,7 @@ class EncoderLine:
         self.card: dict[str, Any] = {}
         self._loop = asyncio.get_running_loop()
         self.gone: asyncio.Future[None] = self._loop.create_future()
+        self.how = "unexpectedly"
         self._ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self._tell: Tell = _silent
         self._on_message: Callable[[FromEncoder], None] = _ignore

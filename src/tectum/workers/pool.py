@@ -35,6 +35,10 @@ BACKOFF, LONGEST_BACKOFF = 0.25, 30.0
 PROVEN = 60.0
 #: patches that a request is taken for until they are known
 USUAL_PATCHES = 1024
+#: seconds by which a look at an encoder may be late; beyond that this process itself stood still
+LATE = 0.5
+#: of `--stall-timeout`: what an encoder gets after such a standstill before it is looked at again
+ANEW = 0.25
 #: seconds between two looks at how many encoders are needed, where that number may change
 LOOK_EVERY = 0.5
 
@@ -142,7 +146,7 @@ class WorkerPool:
                     log.exception("lane %d cannot be started", lane.number)
             process, began = lane.process, self._loop.time()
             await asyncio.shield(process.gone)
-            log.error("encoder process %d (lane %d) ended; it is replaced", process.pid, lane.number)
+            log.error("encoder process %d (lane %d) ended %s; it is replaced", process.pid, lane.number, process.how)
             lane.process = None
             self._forget_all(lane)
             self.on_lane_lost(lane.number)
@@ -250,7 +254,7 @@ class WorkerPool:
         if not lane.pending:
             lane.last_step = self._loop.time()
         if lane.watch is None:
-            lane.watch = self._loop.call_later(self._settings.stall_timeout, self._look, lane)
+            self._look_in(lane, self._settings.stall_timeout)
         lane.process.send(message)
         future = lane.pending[number] = self._loop.create_future()
         try:
@@ -305,18 +309,28 @@ class WorkerPool:
             for lane in self._lanes
         ]
 
-    def _look(self, lane: _Lane) -> None:
-        """Replace a process that has finished nothing for too long; look again as long as it has work."""
+    def _look_in(self, lane: _Lane, seconds: float) -> None:
+        lane.watch = self._loop.call_later(seconds, self._look, lane, self._loop.time() + seconds)
+
+    def _look(self, lane: _Lane, due: float) -> None:
+        """Replace a process that has finished nothing for too long; look again as long as it has work.
+
+        A look that comes late proves nothing: this process was suspended or starved, perhaps the encoder with it, and what
+        the encoder said in the meantime is still unread.
+        """
         lane.watch = None
         if lane.process is None or not lane.pending:
             return
-        idle = self._loop.time() - lane.last_step
-        left = self._settings.stall_timeout - idle
-        if left <= 0:
+        now, timeout = self._loop.time(), self._settings.stall_timeout
+        idle = now - lane.last_step
+        if now - due > LATE:
+            log.warning("the service stood still for %.1f s; lane %d is looked at again", now - due, lane.number)
+            self._look_in(lane, ANEW * timeout)
+        elif idle < timeout:
+            self._look_in(lane, timeout - idle)
+        else:
             log.error("encoder process %d finished no step for %.0f s and is replaced", lane.process.pid, idle)
             lane.process.kill()
-        else:
-            lane.watch = self._loop.call_later(left, self._look, lane)
 
 
 def _launcher(model: str, settings: Settings) -> Launcher:

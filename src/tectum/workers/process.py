@@ -133,7 +133,8 @@ class WorkerProcess(EncoderLine, asyncio.Protocol):
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         code = self._process.wait()
-        text = f"The encoder process ended with code {code} while starting; its log has more"
+        self.how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        text = f"The encoder process ended {self.how} while starting; its log has more"
         self._answer_start(error=StartupError("invalid_checkpoint", text))
         self.gone.set_result(None)
         if self._transport is not None:
