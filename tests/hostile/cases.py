@@ -833,7 +833,6 @@ def _(servers: Servers) -> str:
         "Bearer ",
         "Bearer open-sesam",
         "Bearer open-sesame2",
-        "bearer open-sesame",
         "Basic open-sesame",
     ]
     near += ["Bearer open-sesame, Bearer x", "Bearer \xf6pen-sesame", "Bearer  open-sesame", "open-sesame"]
