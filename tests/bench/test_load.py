@@ -6,8 +6,10 @@ import asyncio
 import io
 import json
 import re
+import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -19,10 +21,12 @@ from rich.console import Console
 
 from tectum import Client
 from tectum.bench import report
+from tectum.bench.generator import Books, Sender, closed_loop
 from tectum.bench.link import Links
 from tectum.bench.null import NullUnit
 from tectum.bench.pictures import Deck, distinct, jpegs
 from tectum.bench.plan import Plan, Size
+from tectum.bench.protocols import PROTOCOLS
 from tectum.bench.run import add_up, measure, quantiles
 from tectum.bench.slow import SlowServer
 from tectum.demo.encoder_process import EncoderProcess
@@ -96,6 +100,22 @@ def test_distinct_pictures_are_other_bytes_and_the_same_pixels():
         assert each[4 + int.from_bytes(each[4:6], "big") :] == picture[2:]
     pixels = [np.asarray(Image.open(io.BytesIO(each))) for each in (picture, *made)]
     assert all(np.array_equal(pixels[0], other) for other in pixels[1:])
+
+
+def test_a_closed_loop_asks_a_server_that_is_gone_ten_times_a_second():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        plan = Plan(f"http://127.0.0.1:{taken.getsockname()[1]}", seconds=0.5, clients=4)
+
+        async def ask() -> Books:
+            books = Books(time.perf_counter() + plan.seconds)
+            sender = Sender(plan, Links(plan.url), PROTOCOLS[plan.protocol](plan), books)
+            await closed_loop(plan, Deck(plan), sender, books)
+            return books
+
+        books = asyncio.run(ask())
+    assert {outcome for _, outcome in books.groups} == {"connection_lost"}
+    assert 4 <= books.done <= 4 * 6
 
 
 def test_arrivals_are_poisson():

@@ -158,6 +158,20 @@ def test_an_answer_taken_too_late_names_its_own_end():
     assert refusal.error.code == "request_not_found", "never the end of another life"
 
 
+def test_a_deadline_between_the_wake_and_the_answer_is_told_as_a_deadline():
+    ledger = Ledger()
+    (admitted,) = ledger.handle(Accept("r", b"c", 1, INLINE, 1.0), 0.0)
+    for event in (M.PrepareStarted(1), M.Prepared(1, SIZE), M.EncodeStarted(1)):
+        ledger.handle(event, 0.5)
+    assert ledger.handle(M.Encoded(admitted.life), 0.9) == [M.Wake(1, SIZE, None)]
+    assert M.Ended(1, M.Reason.DEADLINE, None) in [
+        effect._replace(error=None) if isinstance(effect, M.Ended) else effect for effect in ledger.handle(Tick(), 1.0)
+    ]
+    (refusal,) = ledger.handle(TakeAnswer("r", 1, 1), 1.0)
+    assert (refusal.error.status, refusal.error.code) == (504, "deadline_exceeded")
+    assert ledger.handle(Pull("r", "late"), 1.0)[0].error.status == 410, "whoever comes later hears of the release"
+
+
 def test_a_receiver_that_repeats_its_registration_counts_once():
     ledger = Ledger()
     life = staged(ledger, delivery=PUSH)

@@ -42,6 +42,32 @@ def test_an_encoder_that_cannot_start_leaves_no_thread(tiny):
     assert threading.active_count() == before
 
 
+def test_a_call_while_the_encoder_closes_is_refused_at_once(tiny):
+    encoder = Encoder(str(tiny), forward_threads=1)
+    goes_on, closing = threading.Event(), threading.Thread(target=encoder.close)
+    said: list[str] = []
+
+    def ask() -> None:
+        try:
+            encoder.encode(zoo.picture(64, 64))
+        except MMError as error:
+            said.append(error.code)
+
+    encoder._loop.call_soon_threadsafe(goes_on.wait, 30)  # so that the end takes as long as this test
+    closing.start()
+    try:
+        while not encoder._closed:
+            closing.join(0.01)
+        asked = threading.Thread(target=ask)
+        asked.start()
+        asked.join(5)
+        assert said == ["shutting_down"], "it waits for the end of others"
+    finally:
+        goes_on.set()
+        closing.join(30)
+    assert not closing.is_alive()
+
+
 def test_closing_from_several_threads_at_once_ends_and_later_calls_say_so(tiny):
     encoder = Encoder(str(tiny), forward_threads=1)
     threads = [threading.Thread(target=encoder.close, daemon=True) for _ in range(4)]

@@ -10,9 +10,11 @@ import ssl
 import warnings
 from pathlib import Path
 
+import grpc
 import httpx2
 import pytest
 import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from starlette.responses import PlainTextResponse
 
 from tectum.config import Settings
@@ -23,6 +25,7 @@ from tectum.serving import tenants
 from tectum.serving.bodies import decode_encode_body
 from tectum.serving.guard import BodyBudget, Guard, Tokens, Upload
 from tectum.serving.tls import tls_context
+from tests.sglang.conftest import grpc_target
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +84,30 @@ def test_mutual_tls_lets_in_whoever_the_authority_knows_and_nobody_else(tiny, pa
             httpx2.get(f"{process.url}/health/live", verify=trusting(papers, "friend"), trust_env=False).status_code
             == 200
         )
+
+
+def test_the_grpc_door_asks_for_the_same_papers(tiny, papers):
+    flags = ["--tls-cert", papers["server"], "--tls-key", papers["server-key"], "--tls-client-ca", papers["ca"]]
+    doors = ("--transfer-backend", "zmq_to_scheduler", "--grpc-port", "0", "--forward-threads", "1")
+
+    def pem(name: str) -> bytes:
+        return papers[name].read_bytes()
+
+    def answered(channel: grpc.Channel) -> bool:
+        with channel:
+            try:
+                health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+            except grpc.RpcError as error:
+                assert error.code() is grpc.StatusCode.UNAVAILABLE
+                return False
+        return True
+
+    with EncoderProcess(tiny, *doors, *map(str, flags)) as process:
+        target = grpc_target(process)
+        known = [grpc.ssl_channel_credentials(pem("ca"), pem(f"{who}-key"), pem(who)) for who in ("friend", "stranger")]
+        known.append(grpc.ssl_channel_credentials(pem("ca")))
+        assert [answered(grpc.secure_channel(target, each)) for each in known] == [True, False, False]
+        assert not answered(grpc.insecure_channel(target)), "nothing is taken without TLS"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from tectum.bench.protocols import PROTOCOLS, Outcome, Speaker
 SAMPLED = 8
 #: seconds between two words on progress
 SAY = 0.25
+#: seconds that a client of a closed loop waits after it met no server: one that ended would be asked at full speed
+AWAY = 0.1
 #: most requests of an open loop that wait for their answers at once: beyond, the load itself is what breaks
 MAX_OPEN = 10_000
 
@@ -69,7 +71,8 @@ class Sender:
         self._speaker = speaker
         self._books = books
 
-    async def send(self, draw: Draw, due: float) -> None:
+    async def send(self, draw: Draw, due: float) -> str:
+        """The outcome's code."""
         patience = self._plan.timeout if draw.cancel_after is None else draw.cancel_after
         try:
             async with asyncio.timeout(patience):
@@ -81,6 +84,7 @@ class Sender:
         self._books.add(draw.kind, outcome.code, due)
         if outcome.timing:
             self._books.add_timing(outcome.timing)
+        return outcome.code
 
     async def _exchange(self, draw: Draw) -> Outcome:
         link = await self._links.take()
@@ -95,7 +99,8 @@ async def closed_loop(plan: Plan, deck: Deck, sender: Sender, books: Books) -> N
 
     async def client() -> None:
         while (now := time.perf_counter()) < books.until:
-            await sender.send(deck.draw(), now)
+            if await sender.send(deck.draw(), now) == "connection_lost":
+                await asyncio.sleep(AWAY)
 
     await asyncio.gather(*(client() for _ in range(plan.clients)))
 
@@ -104,7 +109,7 @@ async def open_loop(plan: Plan, deck: Deck, sender: Sender, books: Books) -> Non
     """Requests arrive as they do from many callers that know nothing of each other, whatever the server does."""
     assert plan.rate is not None, "an open loop has a rate"
     due = time.perf_counter()
-    running: set[asyncio.Task[None]] = set()
+    running: set[asyncio.Task[str]] = set()
     while (due := due + deck.interval(plan.rate)) < books.until:
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         books.lag_us.append(int(max(0.0, time.perf_counter() - due) * 1e6))

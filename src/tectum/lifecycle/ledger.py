@@ -401,8 +401,12 @@ class Ledger:
         stone = self.tombstone(event.req_id, now)
         if stone is None or stone.life != event.life:  # the id lives again, or its end is forgotten
             effects.append(Refuse(unknown(event.req_id)))
-        else:
-            effects.append(Refuse(self._released(event.req_id, stone, now)))
+            return
+        # its caller never stopped waiting: an end with a code of its own (a deadline, a shutdown) is told as to the others
+        error = outcome_error(event.req_id, stone.reason, None)
+        if stone.error is not None or error.code == "request_released":
+            error = self._released(event.req_id, stone, now)
+        effects.append(Refuse(error))
 
     def _pull(self, event: Pull, now: float, effects: list[Effect]) -> None:
         request = self._by_id.get(event.req_id)

@@ -42,6 +42,7 @@ class Encoder:
         self._stack = AsyncExitStack()
         self._closing = threading.Lock()
         self._closed = False
+        self._ended = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tectum-encoder", daemon=True)
         self._thread.start()
@@ -79,12 +80,16 @@ class Encoder:
 
     def close(self) -> None:
         """Finish what runs and give everything back. Idempotent; may be called from several threads at once."""
-        with self._closing:
-            if self._closed:
-                return
-            self._closed = True  # from here on nothing is submitted
+        with self._closing:  # held for no longer: whoever submits on an event loop of its own must not wait for the end
+            first, self._closed = not self._closed, True
+        if not first:
+            self._ended.wait()
+            return
+        try:
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             self._stop_loop()
+        finally:
+            self._ended.set()
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -172,6 +172,15 @@ class _TokenNeeded(grpc.aio.ServerInterceptor):
         return await continuation(details) if self._tokens.accept(given) else self._refusal
 
 
+def _credentials(settings: Settings) -> Any:
+    """The same papers as on the HTTP port, or None without TLS: a client's certificate stands for its token there, too."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    pair = settings.tls_key.read_bytes(), settings.tls_cert.read_bytes()
+    authority = None if settings.tls_client_ca is None else settings.tls_client_ca.read_bytes()
+    return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+
+
 @asynccontextmanager
 async def grpc_door(doors: Doors, health: Health, settings: Settings) -> AsyncIterator[int]:
     """The gRPC server, open on `--grpc-port`; yields the port. Raises StartupError `port_in_use`."""
@@ -183,8 +192,11 @@ async def grpc_door(doors: Doors, health: Health, settings: Settings) -> AsyncIt
     health_pb2_grpc.add_HealthServicer_to_server(HealthService(health), server)
     reflection.enable_server_reflection((SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
     host = settings.host.strip("[]")
+    address, credentials = f"{bracketed(host)}:{settings.grpc_port}", _credentials(settings)
     try:
-        port = server.add_insecure_port(f"{bracketed(host)}:{settings.grpc_port}")
+        port = (
+            server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+        )
     except RuntimeError:
         text = f"Port {settings.grpc_port} on {host} is in use; give another --grpc-port"
         raise StartupError("port_in_use", text) from None

@@ -73,6 +73,10 @@ class NoSendAfterRelease(Checker):
             if ended is None or ended.life != step.event.life:  # its own end is forgotten
                 self.must(answer.error.code == "request_not_found", "told the end of another life")
                 return
+            code = _TOLD_WAITERS.get(str(ended.reason))
+            if code is not None:  # it never stopped waiting: it hears what the others who waited heard
+                self.must(answer.error.code == code, f"a caller whose request ended by {ended.reason} heard otherwise")
+                return
         elif step.life is not None:
             return
         if ended is not None:
@@ -86,6 +90,10 @@ class NoSendAfterRelease(Checker):
         details = getattr(error, "details", {})
         self.must(details.get("reason") == str(ended.reason), "the refusal does not name the reason")  # type: ignore[attr-defined]
         self.must(abs(details.get("age_s", -1) - age) < 0.01, "the refusal does not name the age")
+
+
+#: what those who wait at the moment of a release are told, where its reason has a code of its own
+_TOLD_WAITERS = {"deadline": "deadline_exceeded", "shutdown": "shutting_down", "worker_lost": "worker_lost"}
 
 
 class ReleaseDuringEncode(Checker):
