@@ -248,8 +248,13 @@ class FeaturesAdapter(Adapter):
             "seconds_used": min(recording.seconds, self.longest_recording()),
             "source_rate": recording.info.rate,
             "source_channels": recording.info.channels,
+            **self.recording_facts(len(recording.samples), longest),
         }
         return ItemMetadata(Modality.AUDIO, count.rows, count.grid, count.patches, facts=facts)
+
+    def recording_facts(self, samples: int, longest: int) -> dict[str, Any]:
+        """What receivers of this family want to know of a recording beyond its rows; arguments as in `count_recording`."""
+        return {}
 
     def longest_recording(self) -> float:
         """Seconds of a recording that the family's processor keeps; the rest it cuts off."""
