@@ -79,15 +79,16 @@ def _grid(metadata: RequestMetadata) -> Value:
 
 
 def _times(metadata: RequestMetadata) -> dict[str, Value]:
-    """When the steps of each clip are: Qwen2.5-VL places rows by the length of a step, Qwen3-VL writes the times out.
+    """When the steps of each clip are: times, where the prompt writes them out; else how long a step is.
 
-    The lengths are a tensor: Qwen3-Omni's receiver calls a tensor's methods on each of them.
+    Never both: Qwen3-VL's receiver fails on lengths. They are a tensor, since Qwen3-Omni's calls a tensor's methods on each.
     """
     if metadata.modality is not Modality.VIDEO:
         return {}
+    if all(item.facts.get("timestamps_in_prompt") for item in metadata.items):
+        return {"video_timestamps": [list(item.timestamps) for item in metadata.items]}
     steps = [item.second_per_grid for item in metadata.items]
-    lengths = {} if None in steps else {"second_per_grid_ts": _Call(_FLOAT_TENSOR, (steps,))}
-    return {**lengths, "video_timestamps": [list(item.timestamps) for item in metadata.items]}
+    return {} if None in steps else {"second_per_grid_ts": _Call(_FLOAT_TENSOR, (steps,))}
 
 
 def error_message(req_id: str, error: TectumError, names: Names) -> bytes:

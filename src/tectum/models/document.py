@@ -51,7 +51,7 @@ A clip's packets are read first: they give the number of frames and the time of 
 the family's own rule chooses frames (its processor's `sample_frames`, by `fps` or `num_frames`), and only those are
 kept. The metadata of an item say which rule held (`sampling`), which frames were taken (`frame_indices`, of
 `total_frames` at `fps`), when each step of the time axis is (`timestamps`, seconds) and how long one step lasts
-(`second_per_grid`). Times are frame number over rate, as the families write them into their prompts, as long as the
+(`second_per_grid`), and whether the family writes the times into its prompts (`timestamps_in_prompt`). Times are frame number over rate, as the families write them into their prompts, as long as the
 clip's own times are within half a frame of that; a clip of variable rate keeps its own.
 
 | where neither request nor checkpoint says otherwise | |

@@ -6,6 +6,7 @@ Its video processor bounds the pixels of the whole clip, not of one frame.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from tectum.models.qwen2_vl import QwenVLAdapter
 
@@ -13,6 +14,7 @@ from tectum.models.qwen2_vl import QwenVLAdapter
 class Qwen3VLAdapter(QwenVLAdapter):
     family = "qwen3_vl"
     architectures = ("Qwen3VLForConditionalGeneration",)
+    clip_facts: ClassVar = {"timestamps_in_prompt": True}
 
     def _clip_sides(self, frames: int, height: int, width: int, size: Mapping[str, int]) -> tuple[int, int]:
         processor = self.processors.video
