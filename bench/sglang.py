@@ -32,7 +32,6 @@ from tectum.models.tiny import build_tiny_qwen2_5_vl
 
 TARGET_RATIO, TARGET_DELIVERY = 1.5, 0.9
 ROW_BYTES = 64 * 4  # of the tiny checkpoint
-STUBS = Path(__file__).parents[1] / "tests" / "compat_sglang" / "stubs"
 
 
 def main() -> int:
@@ -118,7 +117,7 @@ def sglang_encoder(folder: Path, threads: int, log: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     environment = {
         **os.environ,
-        "PYTHONPATH": str(STUBS),
+        "PYTHONPATH": "",
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_HOST_IP": "127.0.0.1",
         "SGLANG_ENCODER_MAX_BATCH_SIZE": "1",
