@@ -102,7 +102,7 @@ def encoders(arguments: argparse.Namespace) -> dict[str, Any]:
         for side in arguments.sides:
             for clients in arguments.clients:
                 rounds = [
-                    {name: load(url, side, clients, arguments.seconds) for name, url in urls.items()}
+                    {name: load(name, url, side, clients, arguments.seconds) for name, url in urls.items()}
                     for _ in range(arguments.rounds)
                 ]
                 results[f"{side}×{side}, {clients} client{'s' * (clients > 1)}"] = summary(rounds)
@@ -156,12 +156,14 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) ->
     raise RuntimeError(f"SGLang's encoder did not start: {log.read_text()[-1000:]}")
 
 
-def load(url: str, side: int, clients: int, seconds: float) -> dict[str, Any]:
+def load(name: str, url: str, side: int, clients: int, seconds: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.sglang_load", url, str(side), str(clients), str(seconds), str(ROW_BYTES)]
     output = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=seconds + 120)
     if output.returncode:
-        raise RuntimeError(f"the load failed: {output.stderr[-600:]}")
+        raise RuntimeError(f"the load on {name} failed ({side}×{side}, {clients} clients): {output.stderr[-600:]}")
     result = json.loads(output.stdout)
+    if result["unanswered"] and name == "tectum":
+        raise RuntimeError(f"{result['unanswered']} calls had no answer after all rows had come")
     return {**result, "rate": result["pictures"] / result["seconds"]}
 
 

@@ -37,7 +37,6 @@ PATIENCE = 300.0
 _ENCODER_FLAGS = ("--forward-threads", "1", "--log-level", "warning", "--no-dashboard", "--transfer-backend", BACKEND)
 _ENGINE_FLAGS = (
     "--language-only",
-    *("--encoder-transfer-backend", BACKEND),
     *("--device", "cpu", "--dtype", "float32"),
     *("--attention-backend", "torch_native", "--mm-attention-backend", "sdpa", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--max-total-tokens", "8192"),
@@ -75,16 +74,17 @@ def run(*, json_output: bool, swap: bool, seed: int) -> int:
     console = Console(highlight=False, stderr=True)
     with EncoderProcess(model, *_ENCODER_FLAGS) as encoder:
         console.print("starting SGLang's language-only server on the CPU: some 40 seconds")
-        with engine(python, model, encoder.url) as (url, version):
+        with engine(python, model, "--encoder-urls", encoder.url) as url:
             answered = ask_all(url, asked, Receiver(model))
+            version = str(httpx2.get(f"{url}/server_info", timeout=30).json()["version"])
         delivered = _delivered(encoder.url)
-    good = all(one.right for one in answered) and delivered >= len(answered)
+    right = all(one.right for one in answered)
     if json_output:
-        summary = {"engine": f"SGLang {version}", "answers_right": good, "delivered": delivered}
+        summary = {"engine": f"SGLang {version}", "answers_right": right, "delivered": delivered}
         sys.stdout.write(json.dumps({**summary, "answers": [asdict(one) for one in answered]}) + "\n")
     else:
         _show(Console(highlight=False), version, asked, answered, delivered)
-    return 0 if good else 1
+    return 0 if right and delivered >= len(answered) else 1
 
 
 def sglang_python() -> str:
@@ -99,8 +99,8 @@ def sglang_python() -> str:
 
 
 @contextmanager
-def engine(python: str, model: Path, encoder: str) -> Iterator[tuple[str, str]]:
-    """SGLang's server for `model`, which takes rows from `encoder`: its URL once it is healthy, and its version.
+def engine(python: str, model: Path, *flags: str, backend: str = BACKEND) -> Iterator[str]:
+    """SGLang's language-only server for `model`: its URL, once it is healthy. flags: where its encoders are.
 
     Raises UnavailableError `server_unreachable` when it ends, or is not healthy within `PATIENCE`; its last lines are
     printed then.
@@ -116,13 +116,11 @@ def engine(python: str, model: Path, encoder: str) -> Iterator[tuple[str, str]]:
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
-    where = ("--model-path", str(model), "--encoder-urls", encoder, "--host", "127.0.0.1", "--port", str(port))
+    where = ("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port))
+    command = [python, "-W", "ignore", "-m", "sglang.launch_server", *_ENGINE_FLAGS, *where, *flags]
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
-            [python, "-W", "ignore", "-m", "sglang.launch_server", *_ENGINE_FLAGS, *where],
-            env=environment,
-            stdout=log,
-            stderr=log,
+            [*command, "--encoder-transfer-backend", backend], env=environment, stdout=log, stderr=log, text=True
         )
         try:
             url = f"http://127.0.0.1:{port}"
@@ -132,12 +130,12 @@ def engine(python: str, model: Path, encoder: str) -> Iterator[tuple[str, str]]:
                 log.seek(0)
                 sys.stderr.writelines(log.readlines()[-20:])
                 raise
-            yield url, str(httpx2.get(f"{url}/server_info", timeout=30).json()["version"])
+            yield url
         finally:
             _end(process)
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
+def _wait_until_healthy(process: subprocess.Popen[str], url: str) -> None:
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None:
         try:
@@ -149,7 +147,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
     raise UnavailableError("server_unreachable", f"SGLang's server {how}; its last lines are above")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[str]) -> None:
     """SIGTERM, on which SGLang ends its own processes; SIGKILL when it does not."""
     process.terminate()
     try:
@@ -174,18 +172,23 @@ def ask_all(url: str, asked: Sequence[Asked], receiver: Receiver) -> list[Engine
 
 def ask(url: str, asked: Asked) -> str:
     """The most likely answer, over OpenAI's chat API. Raises UnavailableError `server_unreachable` for any other status."""
-    uris = ["data:image/png;base64," + base64.b64encode(answers.png(picture)).decode() for picture in asked.pictures]
-    content = [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
-    body = {
-        "model": "default",
-        "messages": [{"role": "user", "content": [*content, {"type": "text", "text": asked.question.text}]}],
-        "temperature": 0,
-        "max_tokens": LONGEST_ANSWER,
-    }
-    answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+    answer = chat(url, [answers.png(picture) for picture in asked.pictures], asked.question.text)
     if answer.status_code != 200:
         raise UnavailableError("server_unreachable", f"SGLang answered {answer.status_code} to a chat request")
     return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def chat(url: str, pictures: Sequence[bytes], question: str) -> httpx2.Response:
+    """What an end user gets who asks about PNG files."""
+    uris = ["data:image/png;base64," + base64.b64encode(picture).decode() for picture in pictures]
+    content = [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": [*content, {"type": "text", "text": question}]}],
+        "temperature": 0,
+        "max_tokens": LONGEST_ANSWER,
+    }
+    return httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=120)
 
 
 def _delivered(encoder: str) -> int:
