@@ -95,10 +95,10 @@ SGLANG_ENV := SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python
 
 SGLANG_STUBS := tests/compat_sglang/stubs
 
-$(SGLANG_STAMP): tests/compat_sglang/requirements.txt $(wildcard $(SGLANG_STUBS)/*.p* $(SGLANG_STUBS)/*/*.py)
+$(SGLANG_STAMP): tests/compat_sglang/requirements.txt tests/compat_sglang/constraints.txt $(wildcard $(SGLANG_STUBS)/*.p* $(SGLANG_STUBS)/*/*.py)
 	@echo "setting up $(SGLANG_VENV): SGLang 0.5.23 for a CPU (some minutes)"
 	@$(PYTHON) -m venv --clear $(SGLANG_VENV)
-	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c tests/compat_sglang/constraints.txt -r $<
 	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
 	@cp -r $(SGLANG_STUBS)/. $(SGLANG_VENV)/lib/python3.*/site-packages/
 	@touch $@
