@@ -93,12 +93,14 @@ SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.set-up
 SGLANG_ENV := SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python
 
-$(SGLANG_STAMP): tests/compat_sglang/requirements.txt
+SGLANG_STUBS := tests/compat_sglang/stubs
+
+$(SGLANG_STAMP): tests/compat_sglang/requirements.txt tests/compat_sglang/constraints.txt $(wildcard $(SGLANG_STUBS)/*.p* $(SGLANG_STUBS)/*/*.py)
 	@echo "setting up $(SGLANG_VENV): SGLang 0.5.23 for a CPU (some minutes)"
-	@$(PYTHON) -m venv $(SGLANG_VENV)
-	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
-	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23 torchvision==0.28.0 triton
+	@$(PYTHON) -m venv --clear $(SGLANG_VENV)
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c tests/compat_sglang/constraints.txt -r $<
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
+	@cp -r $(SGLANG_STUBS)/. $(SGLANG_VENV)/lib/python3.*/site-packages/
 	@touch $@
 
 compat-sglang: setup $(SGLANG_STAMP) ## Drive SGLang's real receiver against Tectum (ARGS='-k name')

@@ -32,7 +32,6 @@ from tectum.models.tiny import build_tiny_qwen2_5_vl
 
 TARGET_RATIO, TARGET_DELIVERY = 1.5, 0.9
 ROW_BYTES = 64 * 4  # of the tiny checkpoint
-STUBS = Path(__file__).parents[1] / "tests" / "compat_sglang" / "stubs"
 
 
 def main() -> int:
@@ -103,7 +102,7 @@ def encoders(arguments: argparse.Namespace) -> dict[str, Any]:
         for side in arguments.sides:
             for clients in arguments.clients:
                 rounds = [
-                    {name: load(url, side, clients, arguments.seconds) for name, url in urls.items()}
+                    {name: load(name, url, side, clients, arguments.seconds) for name, url in urls.items()}
                     for _ in range(arguments.rounds)
                 ]
                 results[f"{side}×{side}, {clients} client{'s' * (clients > 1)}"] = summary(rounds)
@@ -118,7 +117,7 @@ def sglang_encoder(folder: Path, threads: int, log: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     environment = {
         **os.environ,
-        "PYTHONPATH": str(STUBS),
+        "PYTHONPATH": "",
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_HOST_IP": "127.0.0.1",
         "SGLANG_ENCODER_MAX_BATCH_SIZE": "1",
@@ -157,12 +156,14 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) ->
     raise RuntimeError(f"SGLang's encoder did not start: {log.read_text()[-1000:]}")
 
 
-def load(url: str, side: int, clients: int, seconds: float) -> dict[str, Any]:
+def load(name: str, url: str, side: int, clients: int, seconds: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.sglang_load", url, str(side), str(clients), str(seconds), str(ROW_BYTES)]
     output = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=seconds + 120)
     if output.returncode:
-        raise RuntimeError(f"the load failed: {output.stderr[-600:]}")
+        raise RuntimeError(f"the load on {name} failed ({side}×{side}, {clients} clients): {output.stderr[-600:]}")
     result = json.loads(output.stdout)
+    if result["unanswered"] and name == "tectum":
+        raise RuntimeError(f"{result['unanswered']} calls had no answer after all rows had come")
     return {**result, "rate": result["pictures"] / result["seconds"]}
 
 

@@ -22,6 +22,9 @@ import zmq.asyncio
 from tectum.bench.pictures import jpegs
 from tectum.bench.plan import Size
 
+#: seconds after which rows are given up, and answers that have not come when all rows have
+PATIENCE, ANSWER_PATIENCE = 30.0, 5.0
+
 
 class Connections:
     """Keep-alive connections to one server, as many as are needed at once."""
@@ -68,7 +71,8 @@ class Receiver:
 
 async def client(
     connections: Connections, receiver: Receiver, pictures: list[str], until: float, latencies: list[float]
-) -> None:
+) -> set[asyncio.Task[None]]:
+    """Ask until the clock says `until`; returns the answers that are still to come."""
     answers: set[asyncio.Task[None]] = set()
     number = 0
     while time.perf_counter() < until:
@@ -78,13 +82,29 @@ async def client(
         rows = receiver.expect(rid)
         for path, body in (("/encode", encode), ("/scheduler_receive_url", register)):
             answers.add(asyncio.create_task(connections.post(path, body)))
-        await rows
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await rows
+        except TimeoutError:
+            raise RuntimeError(f"rows that were asked for did not come within {PATIENCE:g} s") from None
         latencies.append(time.perf_counter() - started)
         for answer in [answer for answer in answers if answer.done()]:
             answers.remove(answer)
             answer.result()
         number += 1
-    await asyncio.gather(*answers)
+    return answers
+
+
+async def answered(answers: set[asyncio.Task[None]]) -> int:
+    """Wait for answers, each of which must be a 200; returns how many have not come within `ANSWER_PATIENCE`."""
+    if not answers:
+        return 0
+    done, missing = await asyncio.wait(answers, timeout=ANSWER_PATIENCE)
+    for answer in missing:
+        answer.cancel()
+    for answer in done:
+        answer.result()
+    return len(missing)
 
 
 def bodies(rid: str, picture: str, address: str) -> tuple[bytes, bytes]:
@@ -106,7 +126,7 @@ async def run(url: str, side: int, clients: int, seconds: float, row_bytes: int)
     connections, receiver = Connections(url), Receiver((side // 28) ** 2 * row_bytes)
     receiving = asyncio.create_task(receiver.receive_forever())
 
-    async def load(length: float) -> tuple[list[float], float]:
+    async def load(length: float) -> tuple[list[float], float, int]:
         latencies: list[float] = []
         started = time.perf_counter()
         calls = (
@@ -117,15 +137,17 @@ async def run(url: str, side: int, clients: int, seconds: float, row_bytes: int)
         await asyncio.wait((working, receiving), return_when=asyncio.FIRST_COMPLETED)
         if receiving.done():
             receiving.result()
-        await working
-        return latencies, time.perf_counter() - started
+        left = await working
+        taken = time.perf_counter() - started
+        return latencies, taken, await answered(set().union(*left))
 
     await load(2.0)
     cpu = time.process_time()
-    latencies, taken = await load(seconds)
+    latencies, taken, unanswered = await load(seconds)
     return {
         "pictures": len(latencies),
         "seconds": taken,
+        "unanswered": unanswered,
         "latency_ms": _percentiles(latencies),
         "generator_cpu_share": (time.process_time() - cpu) / taken,
     }

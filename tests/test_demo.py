@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import subprocess
 import sys
 from importlib.resources import files
@@ -112,10 +113,17 @@ def test_questions_are_about_pictures_of_one_size(seed):
 
 
 @pytest.mark.parametrize(
-    ("engine", "code"), [("vllm", "missing_dependency"), ("sglang", "missing_dependency"), ("x", "invalid_settings")]
+    ("arguments", "code"),
+    [
+        (["vllm"], "missing_dependency"),
+        (["sglang"], "missing_dependency"),
+        (["sglang", "--swap"], "invalid_settings"),
+        (["x"], "invalid_settings"),
+    ],
 )
-def test_an_engine_that_is_not_there_is_refused_in_words(engine, code):
-    command = [sys.executable, "-m", "tectum", "demo", "--json", "--engine", engine]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+def test_an_engine_that_is_not_there_is_refused_in_words(arguments, code):
+    command = [sys.executable, "-m", "tectum", "demo", "--json", "--engine", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "SGLANG_PYTHON"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2
     assert json.loads(done.stdout)["error"]["code"] == code

@@ -288,6 +288,10 @@ def bench(
         report.show(Console(), result)
 
 
+#: `tectum demo --engine NAME`: the module whose `run` drives it
+DEMO_ENGINES = {"sglang": "tectum.demo.engines.sglang"}
+
+
 @app.command()
 def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the pictures.")] = False,
@@ -299,11 +303,14 @@ def demo(
 
     Then the same with photographs: rows and logits must be equal to the bit.
     """
-    if engine in ("vllm", "sglang"):
+    if engine == "vllm":
         text = f"The demo cannot drive {engine} yet: serve its model with it by hand, as docs/engines/{engine}.md says"
         raise StartupError("missing_dependency", text)
     if engine is not None:
-        raise StartupError("invalid_settings", f"engine: {engine[:40]!r} is not known; give vllm or sglang")
+        if engine not in DEMO_ENGINES:
+            raise StartupError("invalid_settings", f"engine: {engine[:40]!r} is not known; give vllm or sglang")
+        run = _needs_serve(DEMO_ENGINES[engine], "run")
+        raise typer.Exit(run(json_output=as_json, swap=swap, seed=seed))
     raise typer.Exit(_needs_serve("tectum.demo.run", "run_demo")(json_output=as_json, swap=swap, seed=seed))
 
 

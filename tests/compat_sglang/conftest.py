@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def sglang(*command: str, **popen: Any) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
-        "PYTHONPATH": str(HERE / "stubs"),
+        "PYTHONPATH": "",
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_HOST_IP": "127.0.0.1",
         "SGLANG_ENCODER_MAX_BATCH_SIZE": "1",
@@ -63,21 +64,33 @@ class Peer:
         self._line(180)
 
     def receive(self, requests: dict[str, list[str]]) -> dict[str, Any]:
-        """Run all requests at once: id -> rows `[tokens, width]` as its scheduler gets them, or (error, code)."""
+        """Run all requests about pictures at once: id -> rows `[tokens, width]` as its scheduler gets them, or (error, code)."""
+        found = self._ask([{"rid": rid, "pictures": pictures} for rid, pictures in requests.items()])
+        return {
+            rid: (result["error"], result["code"]) if "error" in result else result["rows"]
+            for rid, result in found.items()
+        }
+
+    def receive_one(self, **media: list[str]) -> dict[str, Any]:
+        """One request about `pictures`, `clips`, `recordings`: its `rows`, and the prompt's `input_ids` and `times`."""
+        rid = uuid.uuid4().hex
+        result: dict[str, Any] = self._ask([{"rid": rid, **media}])[rid]
+        assert "error" not in result, (result, self._log.read_text()[-2000:])
+        return result
+
+    def _ask(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
         assert self._process.stdin is not None
-        asked = [{"rid": rid, "pictures": pictures} for rid, pictures in requests.items()]
+        asked = [{"pictures": [], "clips": [], "recordings": [], **request} for request in requests]
         self._process.stdin.write(json.dumps({"requests": asked}) + "\n")
         self._process.stdin.flush()
-        found = self._line(120)["results"]
-        return {rid: self._result(result) for rid, result in found.items()}
-
-    def _result(self, result: dict[str, Any]) -> Any:
-        if "error" in result:
-            return result["error"], result["code"]
-        rows = torch.from_numpy(numpy.load(result["rows"]))
-        Path(result["rows"]).unlink()
-        assert len(rows) == result["placeholders"]
-        return rows
+        results: dict[str, Any] = self._line(120)["results"]
+        for result in results.values():
+            if "rows" in result:
+                path = Path(result["rows"])
+                result["rows"] = torch.from_numpy(numpy.load(path))
+                path.unlink()
+                assert len(result["rows"]) == result["placeholders"]
+        return results
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -3,8 +3,9 @@
 Everything that receives is SGLang's: `create_mm_receiver`, `send_encode_request`, `process_waiting_requests`,
 `recv_mm_data`, its processor and its checks. Stand-ins are the scheduler object around it, and a group of one rank.
 
-`python peer.py MODEL BACKEND MODE URL…`; then for each line `{"requests": [{"rid", "pictures"}]}` one line
-`{"results": {rid: {"rows": FILE, "placeholders": n} or {"error": text, "code": status}}}`.
+`python peer.py MODEL BACKEND MODE URL…`; then for each line `{"requests": [{"rid", "pictures", "clips", "recordings"}]}` (lists
+of URLs) one line `{"results": {rid: {"rows": FILE, "placeholders": n, "input_ids": […], "times": […]} or {"error": text,
+"code": status}}}`. `times` are the first components of the prompt's positions, where the model has positions in time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ from sglang.srt.server_args import ServerArgs
 from transformers import AutoConfig
 
 PATIENCE = 60.0
-PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+#: places in a prompt, in the order in which SGLang hands media out
+PLACES = {
+    "pictures": "<|vision_start|><|image_pad|><|vision_end|>",
+    "clips": "<|vision_start|><|video_pad|><|vision_end|>",
+    "recordings": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+}
 
 
 class Peer:
@@ -74,7 +80,7 @@ class Peer:
 
     async def _all_to_tokenizer(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
         async def one(request: dict[str, Any]) -> dict[str, Any]:
-            wanted = GenerateReqInput(text=prompt(request), image_data=request["pictures"], rid=request["rid"])
+            wanted = generation(request)
             processor = self.tokenizer_side.mm_processor
             found = await self.tokenizer_side.recv_mm_data(wanted, processor, prompt(request))
             return {"error": "nothing was received", "code": None} if found is None else described(found)
@@ -86,7 +92,7 @@ class Peer:
         failed: queue.Queue[Any] = queue.Queue()
         arriving, waiting, results = [], {request["rid"] for request in requests}, {}
         for request in requests:
-            wanted = GenerateReqInput(text=prompt(request), image_data=request["pictures"], rid=request["rid"])
+            wanted = generation(request)
             ready = self.tokenizer_side.send_encode_request(wanted, on_dispatch_error=failed.put)
             arriving.append(tokenized(wanted))
             ready.set()
@@ -106,7 +112,18 @@ class Peer:
 
 
 def prompt(request: dict[str, Any]) -> str:
-    return "a" + PICTURE * len(request["pictures"]) + "b"
+    return "a" + "".join(place * len(request[kind]) for kind, place in PLACES.items()) + "b"
+
+
+def generation(request: dict[str, Any]) -> GenerateReqInput:
+    """What the end user asks for."""
+    return GenerateReqInput(
+        text=prompt(request),
+        rid=request["rid"],
+        image_data=request["pictures"] or None,
+        video_data=request["clips"] or None,
+        audio_data=request["recordings"] or None,
+    )
 
 
 def tokenized(wanted: Any) -> Any:
@@ -137,7 +154,9 @@ def described(mm_inputs: Any) -> dict[str, Any]:
     os.close(handle)
     numpy.save(path, rows)
     places = sum(end - start + 1 for item in mm_inputs.mm_items for start, end in item.offsets)
-    return {"rows": path, "placeholders": places}
+    positions = getattr(mm_inputs, "mrope_positions", None)
+    times = None if positions is None else positions[0].tolist()
+    return {"rows": path, "placeholders": places, "input_ids": list(mm_inputs.input_ids), "times": times}
 
 
 def main() -> None:

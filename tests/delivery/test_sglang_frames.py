@@ -6,6 +6,7 @@ import pickle
 import pickletools
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,6 +50,39 @@ def test_deepstack_layers_are_further_columns():
 def test_every_dtype_and_modality_that_has_a_grid(dtype, modality):
     message = receiver.read(embedding_message(metadata(dtype, modality=modality), NAMES))
     assert (message.dtype, message.modality.name.lower()) == (getattr(torch, dtype), modality)
+
+
+def test_clips_say_when_their_steps_are():
+    """Lengths of steps as a tensor, or times as lists: what the receivers of Qwen2.5-VL and of Qwen3-VL count with."""
+    items = (
+        ItemMetadata(Modality.VIDEO, 8, (2, 4, 4), 32, second_per_grid=1.0, timestamps=(0.25, 1.25)),
+        ItemMetadata(Modality.VIDEO, 4, (1, 4, 4), 16, second_per_grid=0.5, timestamps=(0.125,)),
+    )
+    message = receiver.read(embedding_message(RequestMetadata("r", 1, 0, items, 32, 0, "float32"), NAMES))
+    assert message.grid_dim == [[2, 4, 4], [1, 4, 4]]
+    assert message.second_per_grid_ts.dtype is torch.float32
+    assert message.second_per_grid_ts.tolist() == [1.0, 0.5]
+    assert not hasattr(message, "video_timestamps")
+    written = tuple(replace(item, facts={"timestamps_in_prompt": True}) for item in items)
+    message = receiver.read(embedding_message(RequestMetadata("r", 1, 0, written, 32, 0, "float32"), NAMES))
+    assert message.video_timestamps == [[0.25, 1.25], [0.125]]
+    assert not hasattr(message, "second_per_grid_ts")
+
+
+def test_clips_of_a_family_without_steps_have_no_lengths():
+    items = (ItemMetadata(Modality.VIDEO, 8, (2, 4, 4), 32),)
+    message = receiver.read(embedding_message(RequestMetadata("r", 1, 0, items, 32, 0, "float32"), NAMES))
+    assert not hasattr(message, "second_per_grid_ts")
+
+
+def test_recordings_are_counted_by_the_frames_of_their_spectrograms():
+    """SGLang's receiver works the rows out of them; where a family has no such count, rows stand in."""
+    items = (
+        ItemMetadata(Modality.AUDIO, 25, None, 50, facts={"mel_frames": 100}),
+        ItemMetadata(Modality.AUDIO, 13, None, 26),
+    )
+    message = receiver.read(embedding_message(RequestMetadata("r", 1, 0, items, 32, 0, "float32"), NAMES))
+    assert (message.grid_dim.dtype, message.grid_dim.tolist()) == (torch.int64, [100, 13])
 
 
 def test_an_error_carries_its_text_and_its_status():

@@ -190,7 +190,7 @@ def test_a_dead_receiver_fails_the_request_and_a_healthy_one_is_served(server, e
         ({"embedding_port": "80"}, "embedding_port"),
         ({"embedding_port": 80, "prefill_host": None}, "prefill_host"),
         ({"embedding_port": 80, "prefill_host": "a b"}, "host"),
-        ({"modality": "VIDEO"}, "video"),
+        ({"modality": "AUDIO"}, "audio"),
         ({"mm_items": ["AAAA"] * 65}, "max-items"),
     ],
 )

@@ -121,12 +121,15 @@ def test_a_failure_reaches_caller_and_receiver(stub):
 
 
 @pytest.mark.parametrize("kind", ["video/mp4", "audio/wav"])
-def test_pictures_only(stub, kind):
-    status, error = failure(stub.encode("kind", [f"data:{kind};base64,AAAA"]))
-    assert (status, error.message) == (
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "gRPC encode only supports IMAGE modality",
-    )
+def test_kinds_that_do_not_mix(stub, kind):
+    status, error = failure(stub.encode("kind", [data_uri(jpeg()), f"data:{kind};base64,AAAA"]))
+    assert (status, error.code) == (grpc.StatusCode.INVALID_ARGUMENT, "unsupported_modality")
+    assert error.message.startswith("gRPC encode only supports IMAGE modality")
+
+
+def test_a_modality_that_the_model_does_not_take(stub):
+    status, error = failure(stub.encode("deaf", ["data:audio/wav;base64,AAAA"]))
+    assert (status, error.code) == (grpc.StatusCode.INVALID_ARGUMENT, "unsupported_modality")
 
 
 @pytest.mark.parametrize(

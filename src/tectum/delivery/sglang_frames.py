@@ -29,7 +29,7 @@ class Names(NamedTuple):
 
 
 _DTYPES = frozenset({"float32", "bfloat16", "float16"})
-_LONG_TENSOR = Name("torch", "LongTensor")
+_LONG_TENSOR, _FLOAT_TENSOR = Name("torch", "LongTensor"), Name("torch", "FloatTensor")
 #: `Modality` is an enum in SGLang; these are its values
 _MODALITIES = {Modality.IMAGE: 1, Modality.VIDEO: 2, Modality.AUDIO: 3}
 _PART = "_local_part_"
@@ -56,18 +56,39 @@ def embedding_message(metadata: RequestMetadata, names: Names) -> bytes:
     Its shape is `[rows, width × (1 + deepstack layers)]`: SGLang takes the deepstack layers as further columns.
     """
     assert metadata.dtype in _DTYPES, "rows are of a float type that torch has by this name"
-    grid: Value = [list(grid) for grid in metadata.grid_thw]
-    if metadata.modality is Modality.AUDIO:
-        grid = _Call(_LONG_TENSOR, (list(metadata.item_rows),))
     state = {
         **_identity(metadata.req_id, metadata.num_parts, metadata.part_idx, metadata.modality, names),
-        "grid_dim": grid,
+        "grid_dim": _grid(metadata),
+        **_times(metadata),
         "dtype": _Global(Name("torch", metadata.dtype)),
         "shape": [metadata.rows, row_width(metadata)],
         "error_msg": None,
         "error_code": None,
     }
     return _pickle(names.embedding, state)
+
+
+def _grid(metadata: RequestMetadata) -> Value:
+    """What the receiver counts placeholders by: patches, or of each recording the frames of its spectrogram.
+
+    For families whose receivers count no frames, a recording's rows.
+    """
+    if metadata.modality is not Modality.AUDIO:
+        return [list(grid) for grid in metadata.grid_thw]
+    return _Call(_LONG_TENSOR, ([item.facts.get("mel_frames", item.rows) for item in metadata.items],))
+
+
+def _times(metadata: RequestMetadata) -> dict[str, Value]:
+    """When the steps of each clip are: times, where the prompt writes them out; else how long a step is.
+
+    Never both: Qwen3-VL's receiver fails on lengths. They are a tensor, since Qwen3-Omni's calls a tensor's methods on each.
+    """
+    if metadata.modality is not Modality.VIDEO:
+        return {}
+    if all(item.facts.get("timestamps_in_prompt") for item in metadata.items):
+        return {"video_timestamps": [list(item.timestamps) for item in metadata.items]}
+    steps = [item.second_per_grid for item in metadata.items]
+    return {} if None in steps else {"second_per_grid_ts": _Call(_FLOAT_TENSOR, (steps,))}
 
 
 def error_message(req_id: str, error: TectumError, names: Names) -> bytes:
@@ -122,6 +143,8 @@ def _value(value: Value) -> bytes:
         return b"\x88" if value else b"\x89"
     if isinstance(value, int):
         return _integer(value)
+    if isinstance(value, float):
+        return b"G" + struct.pack(">d", value)
     if isinstance(value, str):
         text = value.encode("utf-8", "replace")
         return b"X" + struct.pack("<I", len(text)) + text

@@ -108,7 +108,7 @@ def answer_all(
 
 def _answer(client: Client, receiver: Receiver, asked: Asked, swap: bool) -> Answered:
     prompt = receiver.prompt(len(asked.pictures), asked.question.text)
-    timed = client.encode_timed([_png(picture) for picture in asked.pictures])
+    timed = client.encode_timed([png(picture) for picture in asked.pictures])
     text, seconds = receiver.answer(prompt, timed.embedding)
     rows, _ = receiver.rows_and_logits_in_one_piece(prompt, asked.pictures)
     milliseconds = {stage: round(timed.seconds.get(stage, 0.0) * 1e3, 2) for stage in STAGES}
@@ -138,7 +138,7 @@ def swap_rows(embedding: Embedding) -> Embedding:
     )
 
 
-def _png(picture: Any) -> bytes:
+def png(picture: Any) -> bytes:
     file = io.BytesIO()
     picture.save(file, "PNG")
     return file.getvalue()

@@ -24,6 +24,9 @@ class AudioWindowAdapter(FeaturesAdapter):
         extractor = self.processors.audio
         return min(-(-samples // extractor.hop_length), int(extractor.nb_max_frames))
 
+    def recording_facts(self, samples: int, longest: int) -> dict[str, Any]:
+        return {"mel_frames": self.mel_frames(samples)}
+
     def window(self, recordings: Sequence[Any]) -> dict[str, torch.Tensor]:
         """`input_features` `[n, mel bins, frames]` and `attention_mask` `[n, frames]` of the recordings."""
         extractor = self.processors.audio

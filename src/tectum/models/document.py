@@ -51,9 +51,10 @@ _VIDEO = """
 A clip's packets are read first: they give the number of frames and the time of each, whatever the header claims. Then
 the family's own rule chooses frames (its processor's `sample_frames`, by `fps` or `num_frames`), and only those are
 kept. The metadata of an item say which rule held (`sampling`), which frames were taken (`frame_indices`, of
-`total_frames` at `fps`), when each step of the time axis is (`timestamps`, seconds) and how long one step lasts
-(`second_per_grid`). Times are frame number over rate, as the families write them into their prompts, as long as the
-clip's own times are within half a frame of that; a clip of variable rate keeps its own.
+`total_frames` at `fps`), when each step of the time axis is (`timestamps`, seconds), how long one step lasts
+(`second_per_grid`), and where it is so that the family writes the times into its prompts (`timestamps_in_prompt`). Times are
+frame number over rate, as the families write them into their prompts, as long as the clip's own times are within half a
+frame of that; a clip of variable rate keeps its own.
 
 | where neither request nor checkpoint says otherwise | |
 |---|---|
@@ -72,7 +73,8 @@ _MORE = """
 
 Channels are averaged and the rate is changed to the extractor's. WAV, FLAC, Ogg (Vorbis, Opus), AIFF, MP3, AAC, and the sound
 of a video are read; in Python also `(samples, rate)`. The metadata say how long the recording is (`seconds`) and how much of it
-the family uses (`seconds_used`): a Whisper window is cut at its end, as the family's own processor does it.
+the family uses (`seconds_used`): a Whisper window is cut at its end, as the family's own processor does it. Where receivers count
+rows by it, they also say how many frames the spectrogram has that hold sound (`mel_frames`).
 
 ## Limits
 

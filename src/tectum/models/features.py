@@ -61,6 +61,8 @@ class FeaturesAdapter(Adapter):
     default_sampling: ClassVar[Mapping[str, float]] = {"num_frames": 8}
     #: frames that form one step of the time axis
     frame_group: ClassVar[int] = 1
+    #: what receivers of this family want to know of each clip beyond its frames and times
+    clip_facts: ClassVar[Mapping[str, Any]] = {}
     #: the family's rule takes a rate and a bound on the number at once
     rate_and_number: ClassVar[bool] = False
 
@@ -209,7 +211,7 @@ class FeaturesAdapter(Adapter):
         clip = replace(clip, info=retimed(clip.info, options))
         frames, height, width, _ = clip.frames.shape
         count = self.count_clip(frames, width, height, options)
-        facts = self.sampling.describe(clip, options)
+        facts = {**self.sampling.describe(clip, options), **self.clip_facts}
         if clip.info.has_audio:
             facts["audio_track"] = options.get("audio_track", "not heard: the model has no audio")
         seconds = self.frame_group / sampled_fps(clip)
@@ -248,8 +250,13 @@ class FeaturesAdapter(Adapter):
             "seconds_used": min(recording.seconds, self.longest_recording()),
             "source_rate": recording.info.rate,
             "source_channels": recording.info.channels,
+            **self.recording_facts(len(recording.samples), longest),
         }
         return ItemMetadata(Modality.AUDIO, count.rows, count.grid, count.patches, facts=facts)
+
+    def recording_facts(self, samples: int, longest: int) -> dict[str, Any]:
+        """What receivers of this family want to know of a recording beyond its rows; arguments as in `count_recording`."""
+        return {}
 
     def longest_recording(self) -> float:
         """Seconds of a recording that the family's processor keeps; the rest it cuts off."""

@@ -44,10 +44,16 @@ class Qwen3OmniAdapter(OmniAdapter):
     def count_recording(self, samples: int, longest: int) -> Count:
         extractor = self.processors.audio
         padded = longest // extractor.hop_length
-        frames = min(-(-samples // extractor.hop_length), padded)
-        whole, rest = divmod(frames, 100)
+        whole, rest = divmod(self._frames(samples, longest), 100)
         rows = whole * 13 + (((rest + 1) // 2 + 1) // 2 + 1) // 2
         return Count(rows, rows, padded * extractor.feature_size)
+
+    def _frames(self, samples: int, longest: int) -> int:
+        hop = self.processors.audio.hop_length
+        return int(min(-(-samples // hop), longest // hop))
+
+    def recording_facts(self, samples: int, longest: int) -> dict[str, Any]:
+        return {"mel_frames": self._frames(samples, longest)}
 
     def recording_inputs(self, recordings: Sequence[Any], longest: int) -> dict[str, torch.Tensor]:
         extractor = self.processors.audio

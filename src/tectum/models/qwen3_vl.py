@@ -16,6 +16,7 @@ class Qwen3VLAdapter(QwenVLAdapter):
     family = "qwen3_vl"
     architectures = ("Qwen3VLForConditionalGeneration",)
     grid_rules: ClassVar = (*QwenVLAdapter.grid_rules, interpolation)
+    clip_facts: ClassVar = {"timestamps_in_prompt": True}
 
     def _clip_sides(self, frames: int, height: int, width: int, size: Mapping[str, int]) -> tuple[int, int]:
         processor = self.processors.video

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
@@ -34,11 +34,13 @@ SERVICE = "sglang.grpc.encoder.SglangEncoder"
 WATCH_INTERVAL = 1.0
 #: seconds that calls in flight may take when the server stops: the pipeline was drained before
 STOP_GRACE = 1.0
+#: how a `data:` URI begins that holds no picture
+_NAMED = frozenset({"data:video/", "data:audio/"})
 Context: TypeAlias = Any  # grpc.aio.ServicerContext: grpcio comes without types
 
 
 class Encoder:
-    """The three calls. The message of `Encode` has no modality: a `data:` URI may name one, and it must be a picture's."""
+    """The three calls. The message of `Encode` has no modality; its items are pictures, unless their `data:` URIs say else."""
 
     def __init__(self, doors: Doors, settings: Settings) -> None:
         self._doors = doors
@@ -46,14 +48,12 @@ class Encoder:
 
     async def encode(self, asked: messages.EncodeRequest) -> messages.EncodeResponse:
         """Answers with the sizes when every receiver has its rows."""
-        if any(item[:11].lower().startswith(("data:video/", "data:audio/")) for item in asked.mm_items):
-            raise BadRequestError("unsupported_modality", "gRPC encode only supports IMAGE modality")
         body = convert(
             EncodeBody,
             {
                 "req_id": asked.req_id,
                 "mm_items": list(asked.mm_items),
-                "modality": "IMAGE",
+                "modality": _modality(asked.mm_items),
                 "num_parts": asked.num_parts,
                 "part_idx": asked.part_idx,
                 "prefill_host": asked.prefill_host or None,
@@ -96,6 +96,15 @@ class Encoder:
                 for name, (call, kind) in calls.items()
             },
         )
+
+
+def _modality(items: Sequence[str]) -> str:
+    """What all `items` are. Raises BadRequestError `unsupported_modality` for a message that cannot say it."""
+    named = {item[5:10].upper() if item[:11].lower() in _NAMED else "IMAGE" for item in items}
+    if len(named) > 1:
+        text = "gRPC encode only supports IMAGE modality; clips or recordings come alone, in data: URIs of their type"
+        raise BadRequestError("unsupported_modality", text)
+    return named.pop() if named else "IMAGE"
 
 
 def _serialized(message: Any) -> bytes:

@@ -45,6 +45,7 @@ from tectum.serving.listen import BACKLOG, bind, bracketed
 from tectum.serving.local import local_door
 from tectum.serving.sglang import Doors
 from tectum.serving.tls import tls_context
+from tectum.types import Modality
 from tectum.workers.pool import WorkerPool
 
 log = logging.getLogger("tectum.server")
@@ -139,7 +140,8 @@ async def _serve(
             await open_.enter_async_context(door)
         metrics.watch(pipeline.ledger, pool)
         metrics.watch_reuse(stages.reuse)
-        health, doors = Health(pipeline, pool, settings), Doors(pipeline, sending, settings)
+        hears = Modality.AUDIO in pool.card["modalities"]
+        health, doors = Health(pipeline, pool, settings), Doors(pipeline, sending, settings, hears)
         app = create_app(pipeline, pool, settings, metrics, doors, health, recent)
         if settings.grpc_port is not None:
             grpc_port = await open_.enter_async_context(_import_grpc_door()(doors, health, settings))

@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import quote
 
@@ -37,7 +38,12 @@ from tectum.types import Destination, EncodeRequest, MediaItem, Modality, Reques
 #: the paths of these doors; their errors have SGLang's form
 PATHS = frozenset({"/encode", "/send", "/scheduler_receive_url", "/scheduler_receive_meta_data"})
 _FETCHED = ("http:", "https:", "data:", "file:")
-_PICTURE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+#: how the path of a file ends, told from base64; pictures as SGLang has them
+_FILES = {
+    Modality.IMAGE: (".png", ".jpg", ".jpeg", ".webp", ".gif"),
+    Modality.VIDEO: (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".gif"),
+    Modality.AUDIO: (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a"),
+}
 _LONGEST_PATH = 4096
 _JSON = {"content-type": "application/json"}
 
@@ -78,7 +84,7 @@ class EncodeBody(Struct):
         return [f"{self.prefill_host}:{port}" for port in ports or ()]
 
     def to_request(self, settings: Settings) -> EncodeRequest:
-        """Raises BadRequestError `request_too_large` or `unsupported_modality`."""
+        """Raises BadRequestError `request_too_large`."""
         items = self.mm_items if isinstance(self.mm_items, list) else [self.mm_items]
         return encode_request(
             [item if isinstance(item, str) else item.url for item in items],
@@ -139,10 +145,7 @@ def sizes(metadata: RequestMetadata) -> dict[str, Any]:
 
 
 def encode_request(sources: Sequence[str], modality: Modality, settings: Settings, **facts: Any) -> EncodeRequest:
-    """The request for `sources` as SGLang writes them. Raises BadRequestError `request_too_large`, `unsupported_modality`."""
-    if modality is not Modality.IMAGE:
-        text = f"SGLang's receiver needs facts about {modality} that this encoder does not have yet; send images"
-        raise BadRequestError("unsupported_modality", text)
+    """The request for `sources` as SGLang writes them. Raises BadRequestError `request_too_large`."""
     if len(sources) > settings.max_items:
         text = f"The request has {len(sources)} items, more than --max-items {settings.max_items}"
         raise BadRequestError("request_too_large", text)
@@ -153,7 +156,7 @@ def media_item(source: str, modality: Modality) -> MediaItem:
     """An item as SGLang writes it: a URL, the path of a file, or base64 without any mark."""
     if source[:8].lower().startswith(_FETCHED):
         return MediaItem(modality, url=source)
-    if len(source) < _LONGEST_PATH and source.lower().endswith(_PICTURE_FILES):
+    if len(source) < _LONGEST_PATH and source.lower().endswith(_FILES[modality]):
         return MediaItem(modality, url="file://" + quote(source))
     return MediaItem(modality, base64=source)
 
@@ -190,19 +193,22 @@ class Receivers:
 class Doors:
     """What stands behind the routes and the gRPC calls: one pipeline, and how receivers are reached."""
 
-    def __init__(self, pipeline: Pipeline, deliveries: Deliveries, settings: Settings) -> None:
-        """Raises StartupError `invalid_settings` for receiver networks that are none."""
+    def __init__(self, pipeline: Pipeline, deliveries: Deliveries, settings: Settings, hears: bool = False) -> None:
+        """hears: the model takes audio. Raises StartupError `invalid_settings` for receiver networks that are none."""
         self._pipeline = pipeline
         self._deliveries = deliveries
         self._settings = settings
         self._patience = settings.send_timeout
         self._receivers = Receivers(settings)
+        self._hears = hears
 
     async def encode(self, request: EncodeRequest, addresses: Sequence[str]) -> RequestMetadata:
         """Encode; return when `addresses`, or where there are none the receivers that register, have their rows.
 
         Raises MMError.
         """
+        if request.modality is Modality.VIDEO and self._hears:  # SGLang asks for sound in parts of its own
+            request = replace(request, options={"audio_track": "separate"})
         destinations = [await self._receivers.destination(address) for address in addresses]
         return await self._pipeline.deliver(request, destinations)
 

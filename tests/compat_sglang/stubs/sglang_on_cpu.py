@@ -1,4 +1,7 @@
-"""torchvision's compiled part does not load beside a CPU torch: declare the operators that its import looks up."""
+"""torchvision's compiled part does not load beside a CPU torch: declare the operators that its import looks up.
+
+Copied into the environment's site-packages, and imported at the start of each of its processes (`sglang_on_cpu.pth`).
+"""
 
 import sys
 from importlib.abc import MetaPathFinder
