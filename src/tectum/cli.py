@@ -270,22 +270,27 @@ def bench(
         report.show(Console(), result)
 
 
+#: `tectum demo --engine NAME`: the module whose `run` drives it
+DEMO_ENGINES = {"vllm": "tectum.demo.engines.vllm"}
+
+
 @app.command()
 def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the pictures.")] = False,
     swap: Annotated[bool, typer.Option(help="Swap the rows of two pictures on purpose: the answer swaps.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the drawn scenes.")] = 2,
     engine: Annotated[str | None, typer.Option(help="Answer through a real engine: vllm or sglang.")] = None,
+    engine_python: Annotated[Path | None, typer.Option(help="The Python of the environment with that engine.")] = None,
 ) -> None:
     """Answer questions about drawn pictures from rows that another process encoded, and compare with one process.
 
     Then the same with photographs: rows and logits must be equal to the bit.
     """
-    if engine in ("vllm", "sglang"):
-        text = f"The demo cannot drive {engine} yet: serve its model with it by hand, as docs/engines/{engine}.md says"
-        raise StartupError("missing_dependency", text)
     if engine is not None:
-        raise StartupError("invalid_settings", f"engine: {engine[:40]!r} is not known; give vllm or sglang")
+        if engine not in DEMO_ENGINES:
+            raise StartupError("invalid_settings", f"engine: {engine[:40]!r} is not known; give vllm or sglang")
+        run = _needs_serve(DEMO_ENGINES[engine], "run")
+        raise typer.Exit(run(json_output=as_json, swap=swap, seed=seed, python=engine_python))
     raise typer.Exit(_needs_serve("tectum.demo.run", "run_demo")(json_output=as_json, swap=swap, seed=seed))
 
 

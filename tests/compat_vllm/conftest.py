@@ -166,7 +166,7 @@ def engine_process(blind: Path, log: Path, port: int, encoders: Sequence[str], p
     source = HERE.parents[1] / "src"
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{HERE / 'site'}:{source}",
+        "PYTHONPATH": str(source),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",

@@ -235,7 +235,7 @@ def test_bodies_are_taken_apart_without_decoding_their_large_strings():
     """The very characters of the URL go on, escapes and all."""
     body = rb'{"messages":[{"content":[{"type":"image_url","image_url":"data:\u0041\/\u00e9"}]},{"content":"\u00e9"}],"k":1.50}'
     found = Chat.read(body)
-    assert [bytes(picture.url) for picture in found.pictures] == [rb'"data:\u0041\/\u00e9"']
+    assert [bytes(medium.text) for medium in found.media] == [rb'"data:\u0041\/\u00e9"']
     assert b'"k":1.50' in found.rewritten([held()])
     assert rb'"\u00e9"' in found.rewritten([held()])
 
@@ -243,7 +243,7 @@ def test_bodies_are_taken_apart_without_decoding_their_large_strings():
 def held():
     from tectum.serving.gateway import Held
 
-    return Held("http://e", "r", "k", (1, 2, 2))
+    return Held("http://e", "r", "k", "image", {"image_grid_thw": [1, 2, 2]})
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -260,7 +260,7 @@ def test_broken_bodies_raise_nothing_but_their_own_errors(seed):
             found = Chat.read(bytes(damaged))
             if found is not None:
                 found.options()
-                found.rewritten([held()] * len(found.pictures))
+                found.rewritten([held()] * len(found.media))
         except BadRequestError:
             pass
         except TectumError as error:

@@ -1,0 +1,1 @@
+"""The demo's scenes through a real engine: one file an engine, each with `run`."""
