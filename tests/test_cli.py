@@ -46,6 +46,9 @@ def photograph(tmp_path_factory):
         (["serve", ".", "--device", "cuda:7"], "cuda:7"),
         (["encode", "x.png", "--out", "x"], "--url"),
         (["explain", "zzzzzzzz qqqqqq"], "explain --list"),
+        (["demo", "--engine", "triton"], "give vllm or sglang"),
+        (["demo", "--engine", "vllm", "--swap"], "leave out --swap"),
+        (["demo", "--engine", "vllm", "--engine-python", "/no/such/python"], "engine_python"),
     ],
 )
 def test_start_up_mistakes_exit_with_2_and_say_what_is_wrong(arguments, words):
@@ -53,6 +56,14 @@ def test_start_up_mistakes_exit_with_2_and_say_what_is_wrong(arguments, words):
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_engine_that_is_not_there_is_said_with_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = tectum("demo", "--engine", "vllm")
+    assert done.returncode == 2
+    assert "make compat-vllm" in done.stderr
+    assert "[missing_dependency]" in done.stderr
 
 
 def test_unsupported_architecture_lists_the_supported_ones(tmp_path):

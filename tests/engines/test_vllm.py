@@ -139,7 +139,7 @@ def test_a_scheduler_with_nothing_to_run_waits_for_its_rows(encoder, monkeypatch
         steps += 1
     timer.join()
     assert right(request)
-    assert 3 <= steps <= most
+    assert steps <= most
     engine.add(Request("text"))
     started = time.monotonic()
     settle(engine)

@@ -32,6 +32,7 @@ import tectum
 from tectum.demo import answers
 from tectum.demo.answers import Asked
 from tectum.demo.encoder_process import EncoderProcess, ServerProcess
+from tectum.demo.preview import can_show
 from tectum.demo.receiver import LONGEST_ANSWER, Receiver
 from tectum.errors import StartupError, UnavailableError
 
@@ -93,7 +94,7 @@ def run(*, json_output: bool, swap: bool, seed: int, python: Path | None = None)
         summary = {"engine": f"vLLM {version}", "answers_right": good, "pulled": pulled}
         sys.stdout.write(json.dumps({**summary, "answers": [asdict(one) for one in answered]}) + "\n")
     else:
-        _show(Console(highlight=False), version, answered, pulled)
+        _show(Console(highlight=False), version, asked, answered, pulled)
     return 0 if good else 1
 
 
@@ -213,16 +214,26 @@ def _pulled(encoder: str) -> int:
     )
 
 
-def _show(console: Console, version: str, answered: Sequence[EngineAnswer], pulled: int) -> None:
-    for found in answered:
-        text = Text()
-        text.append(f"{found.question}\n", "bold")
-        text.append("answer    ").append(f"{found.answer}\n", "green" if found.right else "bold red")
-        text.append(f"expected  {found.expected}\n")
-        text.append(f"{found.pictures} picture{'s' * (found.pictures > 1)}, {found.seconds:.2f} s\n", "dim")
-        console.print(text)
+def _show(
+    console: Console, version: str, asked: Sequence[Asked], answered: Sequence[EngineAnswer], pulled: int
+) -> None:
+    shown = can_show(console)
+    for one, found in zip(asked, answered, strict=True):
+        console.print(answers.beside(one.pictures, _lines(found)) if shown else _lines(found))
+        console.print()
     right = sum(one.right for one in answered)
     console.print(
-        f"vLLM {version}: {right} of {len(answered)} answers are as expected, and the model's in one piece; "
-        f"it pulled the rows of {pulled} pictures from Tectum and was sent none itself"
+        f"vLLM {version}: {right} of {len(answered)} answers are as expected; it was sent no picture, "
+        f"and pulled the rows of {pulled} from Tectum"
     )
+
+
+def _lines(found: EngineAnswer) -> Text:
+    text = Text()
+    text.append(f"{found.question}\n", "bold")
+    text.append("answer    ").append(f"{found.answer}\n", "green" if found.answer == found.expected else "bold red")
+    text.append(f"expected  {found.expected}\n")
+    equal = found.answer == found.one_piece
+    text.append(f"{'equal' if equal else 'NOT equal'} to the one-process model's\n", "" if equal else "bold red")
+    text.append(f"{found.seconds:.2f} s", "dim")
+    return text
