@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tectum.delivery.wire import VERSION, Raw, checksum_holds
+from tectum.delivery.wire import TENSORS, VERSION, Raw, checksum_holds
 from tectum.errors import DeliveryError
 from tectum.types import DTYPE_BYTES, Embedding, Grid
 
@@ -155,14 +155,7 @@ def _arrays(tensors: Mapping[str, _Tensor], dtype: str) -> list[_Tensor]:
     while (layer := tensors.get(f"deepstack.{len(layers)}")) is not None:
         layers.append(layer)
     rows = tensors.get("rows")
-    known = {
-        "rows",
-        "item_rows",
-        "grid_thw",
-        "items",
-        "xxh3",
-        *(f"deepstack.{number}" for number in range(len(layers))),
-    }
+    known = {*TENSORS, *(f"deepstack.{number}" for number in range(len(layers)))}
     if rows is None or set(tensors) - known:
         raise _invalid("The document has no rows, or tensors that are not Tectum's")
     for array in (rows, *layers):

@@ -21,6 +21,8 @@ from tectum.errors import DeliveryError
 from tectum.types import Embedding, Grid, RequestMetadata
 
 VERSION = "2"
+#: the tensors that a document may have, beside `deepstack.<k>`
+TENSORS = frozenset({"rows", "item_rows", "grid_thw", "items", "xxh3"})
 #: bytes of the checksum
 SUM_BYTES = 8
 #: the header ends at a multiple of so many bytes
@@ -214,14 +216,7 @@ def _layers(tensors: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]
     layers: list[Mapping[str, Any]] = []
     while (layer := tensors.get(f"deepstack.{len(layers)}")) is not None:
         layers.append(layer)
-    known = {
-        "rows",
-        "item_rows",
-        "grid_thw",
-        "items",
-        "xxh3",
-        *(f"deepstack.{number}" for number in range(len(layers))),
-    }
+    known = {*TENSORS, *(f"deepstack.{number}" for number in range(len(layers)))}
     if "rows" not in tensors or set(tensors) - known:
         raise DeliveryError("invalid_rows", "The document has no rows, or tensors that are not Tectum's")
     return layers

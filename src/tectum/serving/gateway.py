@@ -43,8 +43,8 @@ IN_THREAD = 512 * 1024
 _MARKS = (b"image", b"video", b"audio", b"\\u")  # the last begins an escape, which may spell any of them
 #: parts of a message that hold media, and what they are
 _MEDIA = {"image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio"}
-#: parts that hold media in forms that only the engine's own process could read
-_REFUSED = frozenset({"image_pil", "audio", "video"})
+#: parts that hold media in a form that only the engine's own process could read
+_REFUSED = frozenset({"image_pil"})
 #: headers that belong to one hop
 _HOP = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"}
@@ -304,6 +304,7 @@ class Encoders:
                 return _held(encoder, medium.modality, form, await self._post(encoder, body))
             except UnavailableError as error:
                 log.warning("an encoder cannot take a medium: %s", error)
+                self._families.pop(encoder, None)  # when it is back it may serve another model
                 failure = error
             except TectumError as error:
                 error.item = ticket.index
