@@ -81,6 +81,22 @@ def test_another_reader_of_safetensors_finds_the_same():
     assert bytes(found["xxh3"].tolist()) == whole[-8:] == xxh3_64_digest(whole[:-8])
 
 
+@pytest.mark.parametrize("size", [1, 7, 8, 100, 5000])
+def test_a_document_may_be_summed_in_portions_as_it_comes(size):
+    whole = memoryview(bytearray(packed()))
+
+    def summed() -> wire.Sum:
+        checksum = wire.Sum(len(whole))
+        for filled in (*range(size, len(whole), size), len(whole)):
+            checksum.add(whole, filled)
+        return checksum
+
+    assert document.read(whole, summed()).req_id == "r"
+    whole[len(whole) // 2] ^= 1
+    with pytest.raises(DeliveryError, match="checksum"):
+        document.read(whole, summed())
+
+
 @pytest.mark.parametrize("size", [1, 7, 96, 4096])
 def test_pieces_of_any_size_are_the_document_and_lie_in_staging(size):
     staging = memoryview(bytearray(range(192)))

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from xxhash import xxh3_64, xxh3_64_digest
+from xxhash import xxh3_64
 
 from tectum.errors import DeliveryError
 from tectum.types import Embedding, Grid, RequestMetadata
@@ -122,9 +122,25 @@ def _unsent(
     return Unsent(len(head) + end + SUM_BYTES, (head, *(data for _, _, data in tensors.values())))
 
 
-def checksum_holds(document: memoryview) -> bool:
-    """Whether a document's last bytes are the checksum over those before."""
-    return xxh3_64_digest(document[:-SUM_BYTES]) == document[-SUM_BYTES:]
+class Sum:
+    """The checksum of a document of `nbytes` while it comes in, in any portions."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._end = nbytes - SUM_BYTES
+        self._summed = 0
+        self._checksum = xxh3_64()
+
+    def add(self, document: memoryview, filled: int) -> None:
+        """The first `filled` bytes of `document` are here."""
+        end = min(filled, self._end)
+        if end > self._summed:
+            self._checksum.update(document[self._summed : end])
+            self._summed = end
+
+    def holds(self, document: memoryview) -> bool:
+        """Whether the last bytes are the checksum over those before."""
+        self.add(document, len(document))
+        return self._checksum.digest() == document[-SUM_BYTES:]
 
 
 def unpack(document: bytes) -> Embedding:
@@ -142,7 +158,7 @@ def unpack(document: bytes) -> Embedding:
         raise DeliveryError("invalid_rows", "The document is not readable safetensors") from None
     if metadata.get("tectum") != VERSION:
         raise DeliveryError("invalid_rows", f"The document is not in Tectum's format {VERSION}")
-    if not checksum_holds(memoryview(document)):
+    if not Sum(len(document)).holds(memoryview(document)):
         raise DeliveryError("invalid_rows", "The checksum of the rows does not match: they were damaged on the way")
     dtype = str(metadata.get("dtype"))
     item_rows = tuple(_integers(tensors, "item_rows", 1))
