@@ -92,7 +92,7 @@ def test_a_document_may_be_summed_in_portions_as_it_comes(size):
         return checksum
 
     assert document.read(whole, summed()).req_id == "r"
-    whole[len(whole) // 2] ^= 1
+    whole[-20] ^= 1
     with pytest.raises(DeliveryError, match="checksum"):
         document.read(whole, summed())
 
