@@ -22,6 +22,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,16 @@ async def measure(url: str, path: Path, bare: str, nbytes: int, rounds: int) -> 
         "bytes": nbytes,
         "rounds": rounds,
         "GB_per_s": {name: round(nbytes / median / 1e9, 2) for name, median in medians.items()},
+        "quartiles": {name: gigabytes(nbytes, statistics.quantiles(taken)) for name, taken in seconds.items()},
         "local_of_memcpy": round(medians["memcpy"] / medians["local"], 3),
         "http_of_bare": round(medians["bare"] / medians["http"], 3),
         "gateway_ms": await gateway_overhead(rounds * 10),
     }
+
+
+def gigabytes(nbytes: int, quartiles: Sequence[float]) -> list[float]:
+    """First and third quartile in GB/s."""
+    return [round(nbytes / seconds / 1e9, 2) for seconds in (quartiles[2], quartiles[0])]
 
 
 async def hold(client: httpx2.AsyncClient, nbytes: int) -> str:
@@ -164,7 +171,7 @@ async def gateway_overhead(requests: int) -> dict[str, float]:
 class Filler:
     """`Encoders` whose rows are as many bytes as the option says: what is measured is the way of the rows."""
 
-    lanes, fuses, revision = 1, False, "bench"
+    lanes, depth, fuses, revision = 1, 1, False, "bench"
     on_lane_lost: Callable[[int], None]
 
     async def start(self, pool: Any) -> None: ...
@@ -191,8 +198,13 @@ class Filler:
 async def listening(app: Any) -> AsyncIterator[str]:
     import uvicorn
 
+    from tectum.serving.connection import Connection, ConnectionLimits
+
+    limits = ConnectionLimits(max_connections=64, max_head_bytes=65536, head_timeout=30, stall_timeout=30)
+    protocol: Any = partial(Connection, limits=limits, refused=lambda error: None)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, http="httptools", loop="uvloop"))
+    config = uvicorn.Config(app, log_config=None, access_log=False, http=protocol, loop="uvloop", lifespan="off")
+    server = uvicorn.Server(config)
     serving = asyncio.ensure_future(server.serve([listener]))
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     await serving

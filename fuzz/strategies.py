@@ -90,8 +90,8 @@ TENSOR = st.fixed_dictionaries(
         "data_offsets": st.lists(st.integers(-1, 64) | st.just(2**63), min_size=2, max_size=2),
     }
 )
-METADATA = st.dictionaries(st.sampled_from(["tectum", "dtype", "crc32", "req_id"]) | ANY, ANY | JSON, max_size=5)
-NAMES = st.sampled_from(["rows", "item_rows", "grid_thw", "deepstack.0", "deepstack.1", "x"])
+METADATA = st.dictionaries(st.sampled_from(["tectum", "dtype", "req_id"]) | ANY, ANY | JSON, max_size=5)
+NAMES = st.sampled_from(["rows", "item_rows", "grid_thw", "deepstack.0", "deepstack.1", "xxh3", "x"])
 WIRE = st.tuples(
     st.one_of(
         st.tuples(st.dictionaries(NAMES, TENSOR | JSON, max_size=5), st.none() | METADATA).map(

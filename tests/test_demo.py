@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
 import subprocess
 import sys
 from importlib.resources import files
@@ -113,17 +112,20 @@ def test_questions_are_about_pictures_of_one_size(seed):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"),
+    ("arguments", "code", "words"),
     [
-        (["vllm"], "missing_dependency"),
-        (["sglang"], "missing_dependency"),
-        (["sglang", "--swap"], "invalid_settings"),
-        (["x"], "invalid_settings"),
+        (["vllm"], "missing_dependency", "make compat-vllm"),
+        (["sglang"], "missing_dependency", "make compat-sglang"),
+        (["sglang", "--swap"], "invalid_settings", "leave out --swap"),
+        (["vllm", "--swap"], "invalid_settings", "leave out --swap"),
+        (["vllm", "--engine-python", "/no/such/python"], "invalid_settings", "engine_python"),
+        (["x"], "invalid_settings", "vllm or sglang"),
     ],
 )
-def test_an_engine_that_is_not_there_is_refused_in_words(arguments, code):
+def test_an_engine_that_is_not_there_is_refused_in_words(arguments, code, words, tmp_path):
     command = [sys.executable, "-m", "tectum", "demo", "--json", "--engine", *arguments]
-    environment = {name: value for name, value in os.environ.items() if name != "SGLANG_PYTHON"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 2
-    assert json.loads(done.stdout)["error"]["code"] == code
+    error = json.loads(done.stdout)["error"]
+    assert error["code"] == code
+    assert words in json.dumps(error)

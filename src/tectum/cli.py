@@ -289,7 +289,7 @@ def bench(
 
 
 #: `tectum demo --engine NAME`: the module whose `run` drives it
-DEMO_ENGINES = {"sglang": "tectum.demo.engines.sglang"}
+DEMO_ENGINES = {"sglang": "tectum.demo.engines.sglang", "vllm": "tectum.demo.engines.vllm"}
 
 
 @app.command()
@@ -298,19 +298,17 @@ def demo(
     swap: Annotated[bool, typer.Option(help="Swap the rows of two pictures on purpose: the answer swaps.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the drawn scenes.")] = 2,
     engine: Annotated[str | None, typer.Option(help="Answer through a real engine: vllm or sglang.")] = None,
+    engine_python: Annotated[Path | None, typer.Option(help="The Python of the environment with that engine.")] = None,
 ) -> None:
     """Answer questions about drawn pictures from rows that another process encoded, and compare with one process.
 
     Then the same with photographs: rows and logits must be equal to the bit.
     """
-    if engine == "vllm":
-        text = f"The demo cannot drive {engine} yet: serve its model with it by hand, as docs/engines/{engine}.md says"
-        raise StartupError("missing_dependency", text)
     if engine is not None:
         if engine not in DEMO_ENGINES:
             raise StartupError("invalid_settings", f"engine: {engine[:40]!r} is not known; give vllm or sglang")
         run = _needs_serve(DEMO_ENGINES[engine], "run")
-        raise typer.Exit(run(json_output=as_json, swap=swap, seed=seed))
+        raise typer.Exit(run(json_output=as_json, swap=swap, seed=seed, python=engine_python))
     raise typer.Exit(_needs_serve("tectum.demo.run", "run_demo")(json_output=as_json, swap=swap, seed=seed))
 
 

@@ -18,7 +18,7 @@ import transformers
 
 from tectum.demo import answers
 from tectum.demo.encoder_process import EncoderProcess
-from tectum.demo.engines import sglang
+from tectum.demo.engines import asking, sglang
 from tests.serving.test_native import gauges, jpeg, nothing_is_held, until
 from tests.sglang.conftest import FLAGS
 from tests.sglang.language_server import data_uri
@@ -55,7 +55,7 @@ def engine(request) -> Iterator[Engine]:
 def test_answers_are_what_was_drawn(engine):
     before = sum(engine.delivered())
     for asked in answers.draw_questions(SEEDS[0]):
-        assert sglang.ask(engine.url, asked) == asked.question.answer
+        assert asking.ask(engine.url, asked) == asked.question.answer
     until(lambda: sum(engine.delivered()) == before + 5)  # three pictures alone, and two at two encoders
     until(engine.is_idle)
 
@@ -63,8 +63,8 @@ def test_answers_are_what_was_drawn(engine):
 def test_many_at_once_do_not_mix(engine):
     asked = [one for seed in SEEDS for one in answers.draw_questions(seed)]
     with ThreadPoolExecutor(len(asked)) as threads:
-        found = list(threads.map(lambda one: sglang.ask(engine.url, one), asked))
-    alone = [sglang.ask(engine.url, one) for one in asked]
+        found = list(threads.map(lambda one: asking.ask(engine.url, one), asked))
+    alone = [asking.ask(engine.url, one) for one in asked]
     assert found == alone
     assert all(engine.delivered())
     until(engine.is_idle)
@@ -79,13 +79,13 @@ def test_a_bad_picture_is_the_end_users_error_and_nobody_elses(engine):
     body = {"input_ids": ids, "image_data": [data_uri(jpeg()[:-300])], "sampling_params": {"max_new_tokens": 8}}
     with ThreadPoolExecutor(2) as threads:
         bad = threads.submit(httpx2.post, f"{engine.url}/generate", json=body, timeout=60)
-        assert threads.submit(sglang.ask, engine.url, good).result() == good.question.answer
+        assert threads.submit(asking.ask, engine.url, good).result() == good.question.answer
     answer = bad.result()
     if engine.backend == "zmq_to_scheduler":
         assert (answer.status_code, "truncated or damaged" in answer.text) == (400, True)
     else:  # the tokenizer of 0.5.23 makes this of every encode that fails, and drops its reason
         assert (answer.status_code, "did not return multimodal embeddings" in answer.text) == (503, True)
-    assert sglang.ask(engine.url, good) == good.question.answer
+    assert asking.ask(engine.url, good) == good.question.answer
     until(engine.is_idle)
 
 
@@ -104,7 +104,7 @@ def test_an_encoder_that_registers_itself_is_found():
         found = []
 
         def answered() -> bool:
-            answer = sglang.chat(url, [answers.png(picture) for picture in asked.pictures], asked.question.text)
+            answer = asking.chat(url, [answers.png(picture) for picture in asked.pictures], asked.question.text)
             found.append(answer.text)
             return answer.status_code == 200 and asked.question.answer in answer.text
 

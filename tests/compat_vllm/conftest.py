@@ -24,6 +24,8 @@ import transformers
 from PIL.Image import Image
 
 from tectum.demo.encoder_process import EncoderProcess
+from tectum.media.policy import MediaPolicy
+from tectum.media.video import decode_video
 from tests.compat_vllm import models
 from tests.compat_vllm.faults import FaultyEncoder
 
@@ -116,6 +118,21 @@ class Stack:
         found = self.model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
         return list(found[0, inputs["input_ids"].shape[1] :].tolist())
 
+    @torch.inference_mode()
+    def expected_of_clip(self, data: bytes) -> list[int]:
+        """Greedy tokens of the model in one piece, about all frames of a clip."""
+        clip = decode_video(data, MediaPolicy(), lambda info: range(info.frames))
+        text = self.processor.apply_chat_template([{"role": "user", "content": clip_content("")}])
+        metadata = transformers.video_utils.VideoMetadata(
+            total_num_frames=clip.info.frames, fps=clip.info.fps, frames_indices=list(clip.indices)
+        )
+        inputs = self.processor(
+            text=[text], videos=[clip.frames], video_metadata=[metadata], do_sample_frames=False, return_tensors="pt"
+        )
+        inputs.pop("video_metadata", None)
+        found = self.model.generate(**inputs, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
+        return list(found[0, inputs["input_ids"].shape[1] :].tolist())
+
     def ask(self, pictures: Sequence[Image], url: str | None = None, **more: Any) -> httpx2.Response:
         return self.post(self.content(pictures), url or self.gateway, **more)
 
@@ -137,6 +154,12 @@ class Stack:
 
     def local_encodes(self) -> int:
         return self.vllm.text().count("vLLM encoded ")
+
+
+def clip_content(url: str) -> list[dict[str, Any]]:
+    """A question about a clip: as a caller sends it, or with no url as the chat template wants it."""
+    part = {"type": "video_url", "video_url": {"url": url}} if url else {"type": "video"}
+    return [part, {"type": "text", "text": "what?"}]
 
 
 def tokens(answer: httpx2.Response) -> list[int]:
@@ -161,12 +184,12 @@ def engine_process(blind: Path, log: Path, port: int, encoders: Sequence[str], p
     }
     flags = ["--model", str(blind), "--served-model-name", "m", "--port", str(port), "--dtype", "float32"]
     flags += ["--max-model-len", "2048", "--max-num-seqs", "8", "--enforce-eager"]
-    flags += ["--limit-mm-per-prompt", '{"image": 4}', "--tensor-parallel-size", str(parallel)]
+    flags += ["--limit-mm-per-prompt", '{"image": 4, "video": 1}', "--tensor-parallel-size", str(parallel)]
     flags += ["--ec-transfer-config", json.dumps(transfer)]
     source = HERE.parents[1] / "src"
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{HERE / 'site'}:{source}",
+        "PYTHONPATH": str(source),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",

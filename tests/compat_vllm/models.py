@@ -16,12 +16,13 @@ from tectum.models.torchvision_compat import ensure_torchvision
 ensure_torchvision()
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 WIDTH = 128
-#: pictures of a message become the family's placeholder, in the order of the content
+#: pictures and clips of a message become the family's placeholders, in the order of the content
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}"
     "{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
     "{% endfor %}{% endif %}{% endfor %}<assistant>"
 )

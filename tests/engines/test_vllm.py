@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import random
+import threading
 import time
 from types import SimpleNamespace
 
@@ -112,6 +114,36 @@ def test_deepstack_layers_lie_beside_the_rows(encoder, dtype, machines):
     settle(engine)
     (found,) = request.gathered[0]
     assert torch.equal(found, torch.cat(rows_for("k", 5, 3, dtype), -1))
+    at_rest(engine)
+
+
+@pytest.mark.parametrize(("workers", "cores", "most"), [(1, 1, 200), (2, 3, 200), (2, 2, 15)])
+def test_a_scheduler_with_nothing_to_run_waits_for_its_rows(encoder, monkeypatch, workers, cores, most):
+    """It does not step as fast as it can; where its spinning workers have every core, it leaves them idle for long."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    given = config(WIDTH, url=encoder.url)
+    given.parallel_config.world_size = workers
+    engine, go, whole = Engine.start(given, workers=workers), threading.Event(), faults.whole(document("k", 6))
+
+    def late(connection):
+        go.wait(20)
+        whole(connection)
+
+    request = engine.add(Request("a", item(encoder, "k", 6, talk=late)))
+    while not encoder.asked:
+        engine.step()
+    steps, timer = 0, threading.Timer(0.5, go.set)
+    timer.start()
+    while request.outcome is None:
+        engine.step()
+        steps += 1
+    timer.join()
+    assert right(request)
+    assert steps <= most
+    engine.add(Request("text"))
+    started = time.monotonic()
+    settle(engine)
+    assert time.monotonic() - started < 1, "with nothing on its way it waits for nothing"
     at_rest(engine)
 
 
@@ -276,7 +308,8 @@ def test_rows_stay_until_the_workers_have_them_even_when_their_request_is_gone(e
     while not engine.scheduler.ensure_cache_available(request, 0):
         time.sleep(0.001)
     engine._schedule(request, request.tokens)
-    metadata = engine.scheduler.build_connector_meta(SimpleNamespace(free_encoder_mm_hashes=[]))
+    step = SimpleNamespace(free_encoder_mm_hashes=[], total_num_scheduled_tokens=request.tokens)
+    metadata = engine.scheduler.build_connector_meta(step)
     engine.abort(request)  # scheduled, not run yet
     other = Request("b", *(item(encoder, f"o{i}", 4000) for i in range(4)))
     assert not engine.scheduler.ensure_cache_available(other, 0), "all the rest of the memory is not enough"

@@ -81,7 +81,7 @@ def config(width: int = 64, layers: int = 0, dtype: torch.dtype = torch.float32,
         model_config=SimpleNamespace(
             hf_config=SimpleNamespace(vision_config=vision), dtype=dtype, get_inputs_embeds_size=lambda: width
         ),
-        parallel_config=SimpleNamespace(nnodes=1, distributed_executor_backend="mp"),
+        parallel_config=SimpleNamespace(nnodes=1, distributed_executor_backend="mp", world_size=1),
     )
 
 
@@ -176,7 +176,11 @@ class Engine:
                 plan[request.request_id] = (request.computed, request.computed + count)
                 left -= count
         metadata = self.scheduler.build_connector_meta(
-            SimpleNamespace(free_encoder_mm_hashes=list(self._freed), preempted_req_ids=None)
+            SimpleNamespace(
+                free_encoder_mm_hashes=list(self._freed),
+                preempted_req_ids=None,
+                total_num_scheduled_tokens=sum(end - start for start, end in plan.values()),
+            )
         )
         self._work(pickle.dumps(metadata), plan)
         for request_id in self.scheduler.take_unavailable_requests():

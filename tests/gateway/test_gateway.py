@@ -18,9 +18,10 @@ from tectum import Client
 from tectum.demo.encoder_process import EncoderProcess
 from tectum.engines.pull import Receiver
 from tectum.errors import BadRequestError, StartupError, TectumError
-from tectum.serving.gateway import Chat, GatewaySettings, create_app
+from tectum.serving.gateway import Chat, GatewaySettings, create_app, form_of
 from tests import zoo
 from tests.gateway.peers import Engine, running
+from tests.media.test_video import numbered, video
 
 
 def data_uri(seed: int = 0, size: tuple[int, int] = (140, 90)) -> str:
@@ -32,6 +33,20 @@ def data_uri(seed: int = 0, size: tuple[int, int] = (140, 90)) -> str:
 def chat(*urls: str, **more) -> dict:
     content = [{"type": "text", "text": "what?"}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
     return {"model": "m", "messages": [{"role": "user", "content": content}], **more}
+
+
+def asking(*parts: dict, **more) -> dict:
+    return {"model": "m", "messages": [{"role": "user", "content": list(parts)}], **more}
+
+
+def image(url: str) -> dict:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def clip(fps: int) -> dict:
+    """Twelve frames, each of its own brightness."""
+    data = base64.b64encode(video(numbered(12, 112, 84), fps=fps)).decode()
+    return {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{data}"}}
 
 
 @pytest.fixture
@@ -94,6 +109,46 @@ def test_pictures_become_metadata_in_their_order_and_the_rows_are_held_meanwhile
     settled(server.url)
 
 
+def test_clips_and_pictures_stand_in_one_prompt_each_as_its_own_kind(server, engine, gateway):
+    """Six steps of two frames at 2 fps: a second each, as vLLM takes them for; the numbers are those of transformers' grid."""
+    parts = [clip(2), {"type": "text", "text": "and"}, image(data_uri(1)), {"video_url": clip(2)["video_url"]}]
+    post(gateway, asking(*parts)).raise_for_status()
+    first, text, picture, second = engine.chat()["messages"][0]["content"]
+    assert first == {"type": "video_embeds", "video_embeds": {"video_grid_thw": [6, 6, 8]}, "uuid": first["uuid"]}
+    assert second == first, "the same clip, named by its key of itself"
+    assert text == parts[1]
+    assert (picture["type"], list(picture["image_embeds"])) == ("image_embeds", ["image_grid_thw"])
+    assert set(engine.chat()["ec_transfer_params"]["tectum"]) == {first["uuid"], picture["uuid"]}
+    settled(server.url)
+
+
+@pytest.mark.parametrize(
+    ("family", "modality", "item", "fields"),
+    [
+        ("qwen2_vl", "video", {"grid_thw": [2, 4, 6], "second_per_grid": 0.3}, {"video_grid_thw": [2, 4, 6]}),
+        ("qwen2_5_vl", "video", {"grid_thw": [2, 4, 6], "second_per_grid": 1.0}, {"video_grid_thw": [2, 4, 6]}),
+        ("qwen2_5_vl", "video", {"grid_thw": [2, 4, 6], "second_per_grid": 0.5}, None),
+        (
+            "qwen3_vl",
+            "video",
+            {"grid_thw": [2, 4, 6], "second_per_grid": 0.5, "timestamps": [0.2, 0.7]},
+            {"video_grid_thw": [2, 4, 6], "timestamps": [0.2, 0.7]},
+        ),
+        ("qwen2_audio", "audio", {"rows": 25}, {"audio_num_tokens": [25]}),
+        ("llava", "image", {"rows": 576}, None),
+        ("voxtral", "audio", {"rows": 375}, None),
+    ],
+)
+def test_what_vllm_counts_placeholders_by(family, modality, item, fields):
+    """As its parsers' `embedding_fields` name it, or a refusal that says what is missing."""
+    if fields is not None:
+        assert form_of(family, modality)(item) == fields
+        return
+    with pytest.raises(BadRequestError) as caught:
+        form_of(family, modality)(item)
+    assert (caught.value.code, caught.value.status) == ("unsupported_modality", 400)
+
+
 def test_the_uuid_names_bytes_options_and_caller_never_the_url_or_what_a_client_says(engine, gateway):
     def uuids(*urls, headers=None, **more):
         post(gateway, chat(*urls, **more), **(headers or {})).raise_for_status()
@@ -147,12 +202,17 @@ def test_streams_come_through_piece_by_piece(engine, gateway):
         (chat(data_uri(), mm_processor_kwargs=[1]), 400, "invalid_option", None),
         (chat(data_uri(), media_io_kwargs={}), 400, "invalid_option", None),
         ({"messages": [{"content": [{"type": "image_url", "image_url": None}]}]}, 400, "invalid_request", 0),
+        (asking({"type": "image_pil", "image_pil": "x"}), 400, "unsupported_modality", 0),
+        (asking({"type": "video_url", "video_url": {"url": 3}}), 400, "invalid_request", 0),
+        (asking({"type": "input_audio", "input_audio": {"format": "wav"}}), 400, "invalid_request", 0),
         (
-            {"messages": [{"content": [{"type": "video_url", "video_url": {"url": "x"}}]}]},
+            asking({"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}),
             400,
             "unsupported_modality",
             0,
         ),
+        (asking({"audio_url": {"url": "data:,x"}}), 400, "unsupported_modality", 0),
+        (asking(image(data_uri()), clip(1)), 400, "unsupported_modality", 1),
     ],
 )
 def test_a_bad_picture_is_its_callers_error_with_status_and_index(server, engine, gateway, body, status, code, item):
@@ -235,7 +295,7 @@ def test_bodies_are_taken_apart_without_decoding_their_large_strings():
     """The very characters of the URL go on, escapes and all."""
     body = rb'{"messages":[{"content":[{"type":"image_url","image_url":"data:\u0041\/\u00e9"}]},{"content":"\u00e9"}],"k":1.50}'
     found = Chat.read(body)
-    assert [bytes(picture.url) for picture in found.pictures] == [rb'"data:\u0041\/\u00e9"']
+    assert [bytes(medium.text) for medium in found.media] == [rb'"data:\u0041\/\u00e9"']
     assert b'"k":1.50' in found.rewritten([held()])
     assert rb'"\u00e9"' in found.rewritten([held()])
 
@@ -243,7 +303,7 @@ def test_bodies_are_taken_apart_without_decoding_their_large_strings():
 def held():
     from tectum.serving.gateway import Held
 
-    return Held("http://e", "r", "k", (1, 2, 2))
+    return Held("http://e", "r", "k", "image", {"image_grid_thw": [1, 2, 2]})
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -260,7 +320,7 @@ def test_broken_bodies_raise_nothing_but_their_own_errors(seed):
             found = Chat.read(bytes(damaged))
             if found is not None:
                 found.options()
-                found.rewritten([held()] * len(found.pictures))
+                found.rewritten([held()] * len(found.media))
         except BadRequestError:
             pass
         except TectumError as error:

@@ -7,11 +7,10 @@ is checked before a view of it is given out. Imports neither torch nor numpy unt
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tectum.delivery.wire import VERSION, Raw
+from tectum.delivery.wire import TENSORS, VERSION, Raw, Sum
 from tectum.errors import DeliveryError
 from tectum.types import DTYPE_BYTES, Embedding, Grid
 
@@ -65,15 +64,15 @@ class Document(NamedTuple):
         return Embedding(arrays[0], self.item_rows, self.grid_thw, tuple(arrays[1:]), held[0], self.req_id, self.items)
 
 
-def read(buffer: memoryview) -> Document:
-    """The document that fills `buffer` (bytes). Raises DeliveryError `invalid_rows` when anything is not as it should be."""
+def read(buffer: memoryview, checksum: Sum | None = None) -> Document:
+    """The document that fills `buffer` (bytes). checksum: of what came, where it was summed as it came.
+
+    Raises DeliveryError `invalid_rows` when anything is not as it should be.
+    """
     tensors, metadata = _parse(buffer)
     if metadata.get("tectum") != VERSION:
         raise _invalid(f"The document is not in Tectum's format {VERSION}")
-    checksum = 0
-    for name in sorted(tensors):
-        checksum = zlib.crc32(tensors[name].data, checksum)
-    if f"{checksum:08x}" != metadata.get("crc32"):
+    if not (checksum or Sum(len(buffer))).holds(buffer):
         raise _invalid("The checksum of the rows does not match: they were damaged on the way")
     item_rows = tuple(_integers(tensors, "item_rows", 1))
     flat = _integers(tensors, "grid_thw", 2) if "grid_thw" in tensors else []
@@ -159,7 +158,7 @@ def _arrays(tensors: Mapping[str, _Tensor], dtype: str) -> list[_Tensor]:
     while (layer := tensors.get(f"deepstack.{len(layers)}")) is not None:
         layers.append(layer)
     rows = tensors.get("rows")
-    known = {"rows", "item_rows", "grid_thw", "items", *(f"deepstack.{number}" for number in range(len(layers)))}
+    known = {*TENSORS, *(f"deepstack.{number}" for number in range(len(layers)))}
     if rows is None or set(tensors) - known:
         raise _invalid("The document has no rows, or tensors that are not Tectum's")
     for array in (rows, *layers):

@@ -1,9 +1,9 @@
 """The wire format: an embedding as one safetensors document, with a checksum.
 
 Tensors `rows` `[tokens, width]`, `item_rows` int64 `[items]`, `grid_thw` int64 `[items, 3]` (families with a grid),
-`deepstack.<k>` shaped as `rows`, and `items`, bytes of a JSON list with one object an item (a tensor, so that the checksum
-covers it). String metadata: `tectum` (format version), `req_id`, `dtype`, and `crc32` over the
-bytes of all tensors in the order of their names. Nothing is ever unpickled; whatever a document claims is checked.
+`deepstack.<k>` shaped as `rows`, `items`, bytes of a JSON list with one object an item, and `xxh3`, 8 bytes that end the
+document: XXH3-64 (canonical form) over all bytes before them, so that a document can be sent while it is being summed. String
+metadata: `tectum` (format version), `req_id` and `dtype`. Nothing is ever unpickled; whatever a document claims is checked.
 
 Imports neither torch nor numpy until rows are packed or unpacked, so that it may live inside an engine.
 """
@@ -11,15 +11,22 @@ Imports neither torch nor numpy until rows are packed or unpacked, so that it ma
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
+
+from xxhash import xxh3_64
 
 from tectum.errors import DeliveryError
 from tectum.types import Embedding, Grid, RequestMetadata
 
-VERSION = "1"
+VERSION = "2"
+#: the tensors that a document may have, beside `deepstack.<k>`
+TENSORS = frozenset({"rows", "item_rows", "grid_thw", "items", "xxh3"})
+#: bytes of the checksum
+SUM_BYTES = 8
+#: the header ends at a multiple of so many bytes
+ALIGNMENT = 8
 
 
 class Raw(NamedTuple):
@@ -30,6 +37,31 @@ class Raw(NamedTuple):
 
 
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_CODES = {name: code for code, name in _NAMES.items()} | {"int64": "I64", "uint8": "U8"}
+
+
+class Unsent(NamedTuple):
+    """A document that was not put together: its parts where they lie, the checksum still to come.
+
+    nbytes: of the whole document. parts: header and tensors, in order.
+    """
+
+    nbytes: int
+    parts: tuple[memoryview, ...]
+
+    def pieces(self, size: int) -> Iterator[memoryview]:
+        """The document from its first byte to its last, at most `size` bytes at a time; it is summed as it goes."""
+        checksum = xxh3_64()
+        for part in self.parts:
+            for start in range(0, len(part), size):
+                piece = part[start : start + size]
+                checksum.update(piece)
+                yield piece
+        yield memoryview(checksum.digest())
+
+    def whole(self) -> bytes:
+        """The document in one piece: a copy, which outlives its parts."""
+        return b"".join(self.pieces(self.nbytes))
 
 
 def pack(
@@ -46,41 +78,69 @@ def pack(
 
     items: further facts of each item, JSON-able (`ItemMetadata.to_json`); either none or one an item.
     """
-    import numpy as np
-    from safetensors import TensorSpec, serialize
-
-    tensors = {"rows": (dtype, rows.shape, _raw(rows))}
-    tensors["item_rows"] = ("int64", (len(item_rows),), np.asarray(item_rows, np.int64))
-    if grid_thw:
-        tensors["grid_thw"] = ("int64", (len(grid_thw), 3), np.asarray(grid_thw, np.int64).reshape(-1))
-    if items:
-        text = np.frombuffer(json.dumps(list(items)).encode(), np.uint8)
-        tensors["items"] = ("uint8", text.shape, text)
-    for number, layer in enumerate(deepstack):
-        tensors[f"deepstack.{number}"] = (dtype, layer.shape, _raw(layer))
-    checksum = _checksum({name: data for name, (_, _, data) in tensors.items()})
-    metadata = {"tectum": VERSION, "req_id": req_id, "dtype": dtype, "crc32": f"{checksum:08x}"}
-    # the specs point into `tensors`, which outlives the call
-    specs = {
-        name: TensorSpec(dtype=kind, shape=list(shape), data_ptr=data.ctypes.data, data_len=data.nbytes)
-        for name, (kind, shape, data) in tensors.items()
-    }
-    return bytes(serialize(specs, metadata))
+    return _unsent(rows, item_rows, grid_thw, deepstack, dtype, req_id, items).whole()
 
 
-def pack_staged(metadata: RequestMetadata, views: Sequence[memoryview]) -> bytes:
-    """One document of a request's staged arrays (`Lease.views`): a copy, which outlives the lease."""
+def staged(metadata: RequestMetadata, views: Sequence[memoryview]) -> Unsent:
+    """The document of a request's staged arrays (`Lease.views`). Nothing is copied: it is good as long as the lease."""
     shape = (metadata.rows, metadata.width)
     rows, *deepstack = (Raw(shape, view) for view in views)
-    return pack(
-        rows=rows,
-        item_rows=metadata.item_rows,
-        grid_thw=metadata.grid_thw,
-        deepstack=deepstack,
-        dtype=metadata.dtype,
-        req_id=metadata.req_id,
-        items=[item.to_json() for item in metadata.items],
-    )
+    items = [item.to_json() for item in metadata.items]
+    return _unsent(rows, metadata.item_rows, metadata.grid_thw, deepstack, metadata.dtype, metadata.req_id, items)
+
+
+def _unsent(
+    rows: Any,
+    item_rows: Sequence[int],
+    grid_thw: Sequence[Grid],
+    deepstack: Sequence[Any],
+    dtype: str,
+    req_id: str,
+    items: Sequence[Mapping[str, Any]],
+) -> Unsent:
+    """The tensors in the order of their alignment, as safetensors wants them: 64-bit integers, rows, bytes."""
+    tensors: dict[str, tuple[str, tuple[int, ...], memoryview]] = {}
+    tensors["item_rows"] = ("int64", (len(item_rows),), _integer_bytes(item_rows))
+    if grid_thw:
+        flat = [side for grid in grid_thw for side in grid]
+        tensors["grid_thw"] = ("int64", (len(grid_thw), 3), _integer_bytes(flat))
+    tensors["rows"] = (dtype, tuple(rows.shape), _raw(rows))
+    for number, layer in enumerate(deepstack):
+        tensors[f"deepstack.{number}"] = (dtype, tuple(layer.shape), _raw(layer))
+    if items:
+        facts = memoryview(json.dumps(list(items)).encode())
+        tensors["items"] = ("uint8", (len(facts),), facts)
+    header: dict[str, Any] = {"__metadata__": {"tectum": VERSION, "req_id": req_id, "dtype": dtype}}
+    end = 0
+    for name, (kind, shape, data) in tensors.items():
+        header[name] = {"dtype": _CODES[kind], "shape": shape, "data_offsets": (end, end + len(data))}
+        end += len(data)
+    header["xxh3"] = {"dtype": "U8", "shape": (SUM_BYTES,), "data_offsets": (end, end + SUM_BYTES)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    head = memoryview(len(text).to_bytes(8, "little") + text)
+    return Unsent(len(head) + end + SUM_BYTES, (head, *(data for _, _, data in tensors.values())))
+
+
+class Sum:
+    """The checksum of a document of `nbytes` while it comes in, in any portions."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._end = nbytes - SUM_BYTES
+        self._summed = 0
+        self._checksum = xxh3_64()
+
+    def add(self, document: memoryview, filled: int) -> None:
+        """The first `filled` bytes of `document` are here."""
+        end = min(filled, self._end)
+        if end > self._summed:
+            self._checksum.update(document[self._summed : end])
+            self._summed = end
+
+    def holds(self, document: memoryview) -> bool:
+        """Whether the last bytes are the checksum over those before."""
+        self.add(document, len(document))
+        return self._checksum.digest() == document[-SUM_BYTES:]
 
 
 def unpack(document: bytes) -> Embedding:
@@ -98,7 +158,7 @@ def unpack(document: bytes) -> Embedding:
         raise DeliveryError("invalid_rows", "The document is not readable safetensors") from None
     if metadata.get("tectum") != VERSION:
         raise DeliveryError("invalid_rows", f"The document is not in Tectum's format {VERSION}")
-    if f"{_checksum({name: tensor['data'] for name, tensor in tensors.items()}):08x}" != metadata.get("crc32"):
+    if not Sum(len(document)).holds(memoryview(document)):
         raise DeliveryError("invalid_rows", "The checksum of the rows does not match: they were damaged on the way")
     dtype = str(metadata.get("dtype"))
     item_rows = tuple(_integers(tensors, "item_rows", 1))
@@ -115,24 +175,21 @@ def unpack(document: bytes) -> Embedding:
         raise DeliveryError("invalid_rows", str(error)) from None
 
 
-def _raw(array: Any) -> Any:
-    """The array's bytes as a flat numpy array, without a copy where it is contiguous."""
+def _raw(array: Any) -> memoryview:
+    """The array's bytes, without a copy where it is contiguous."""
+    if isinstance(array, Raw):
+        return array.data
     import numpy as np
 
-    if isinstance(array, Raw):
-        return np.frombuffer(array.data, np.uint8)
     if hasattr(array, "detach"):  # torch: numpy has no bfloat16, so look at its bytes
         import torch
 
-        return array.detach().contiguous().view(torch.uint8).numpy().reshape(-1)
-    return np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        return array.detach().contiguous().view(torch.uint8).numpy().reshape(-1).data
+    return np.ascontiguousarray(array).view(np.uint8).reshape(-1).data
 
 
-def _checksum(data: Mapping[str, Any]) -> int:
-    checksum = 0
-    for name in sorted(data):
-        checksum = zlib.crc32(data[name], checksum)
-    return checksum
+def _integer_bytes(values: Sequence[int]) -> memoryview:
+    return memoryview(b"".join(value.to_bytes(8, "little", signed=True) for value in values))
 
 
 def _metadata(document: bytes) -> dict[str, str]:
@@ -175,7 +232,7 @@ def _layers(tensors: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]
     layers: list[Mapping[str, Any]] = []
     while (layer := tensors.get(f"deepstack.{len(layers)}")) is not None:
         layers.append(layer)
-    known = {"rows", "item_rows", "grid_thw", "items", *(f"deepstack.{number}" for number in range(len(layers)))}
+    known = {*TENSORS, *(f"deepstack.{number}" for number in range(len(layers)))}
     if "rows" not in tensors or set(tensors) - known:
         raise DeliveryError("invalid_rows", "The document has no rows, or tensors that are not Tectum's")
     return layers

@@ -148,16 +148,18 @@ def show(console: Console, asked: Sequence[Asked], answered: Sequence[Answered])
     """Each question with its pictures (where the terminal can), its answers and its times."""
     shown = can_show(console)
     for one, found in zip(asked, answered, strict=True):
-        table = Table.grid(padding=(0, 2))
-        if shown:
-            columns = COLUMNS if len(one.pictures) == 1 else (COLUMNS - 2) // 2
-            pictures = Table.grid(padding=(0, 1))
-            pictures.add_row(*(preview(picture, columns) for picture in one.pictures))
-            table.add_row(pictures, _lines(found))
-        else:
-            table.add_row(_lines(found))
-        console.print(table)
+        console.print(beside(one.pictures, _lines(found)) if shown else _lines(found))
         console.print()
+
+
+def beside(pictures: Sequence[Any], lines: Text) -> Table:
+    """Previews of PIL pictures, and `lines` to their right."""
+    columns = COLUMNS if len(pictures) == 1 else (COLUMNS - 2) // 2
+    previews = Table.grid(padding=(0, 1))
+    previews.add_row(*(preview(picture, columns) for picture in pictures))
+    table = Table.grid(padding=(0, 2))
+    table.add_row(previews, lines)
+    return table
 
 
 def _lines(found: Answered) -> Text:

@@ -1,4 +1,4 @@
-"""An encoder server as a process of its own, from start to end: for the demo, the benchmark and the tests."""
+"""A server of ours as a process of its own, from start to end: for the demo, the benchmark and the tests."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Self
 
 from tectum.errors import UnavailableError
 
 
-class EncoderProcess:
-    """`tectum serve FOLDER` on a free loopback port. A context manager: the process is always ended.
+class ServerProcess:
+    """`tectum COMMAND…` as a server. A context manager: the process is always ended.
 
-    flags: further command-line flags. `url` and `pid` are there inside the block; `lines` holds what it printed.
+    command: the words after `tectum`. `url` and `pid` are there inside the block; `lines` holds what it printed.
     Raises UnavailableError `server_unreachable` when it ends, or stays silent for `patience` seconds.
     """
 
-    def __init__(self, folder: Path, *flags: str, patience: float = 120.0) -> None:
-        self._command = [sys.executable, "-m", "tectum", "serve", str(folder), "--port", "0", *flags]
+    def __init__(self, *command: str, patience: float = 120.0) -> None:
+        self._command = [sys.executable, "-m", "tectum", *command]
         self._patience = patience
         self.lines: list[str] = []
         self.url = ""
 
-    def __enter__(self) -> EncoderProcess:
+    def __enter__(self) -> Self:
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "NO_COLOR": "1"}
         self._process = subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True, env=environment)
         self.pid = self._process.pid
@@ -68,9 +69,16 @@ class EncoderProcess:
             try:
                 line = self._printed.get(timeout=max(deadline - time.monotonic(), 0.01))
             except queue.Empty:
-                raise UnavailableError("server_unreachable", "The encoder server did not get ready in time") from None
+                raise UnavailableError("server_unreachable", "The server did not get ready in time") from None
             if line is None:
                 last = self.lines[-1] if self.lines else "it printed nothing"
-                raise UnavailableError("server_unreachable", f"The encoder server ended while starting: {last}")
+                raise UnavailableError("server_unreachable", f"The server ended while starting: {last}")
             if line.startswith("ready on "):
                 return line.removeprefix("ready on ").strip()
+
+
+class EncoderProcess(ServerProcess):
+    """`tectum serve FOLDER` on a free loopback port. flags: further command-line flags."""
+
+    def __init__(self, folder: Path, *flags: str, patience: float = 120.0) -> None:
+        super().__init__("serve", str(folder), "--port", "0", *flags, patience=patience)

@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -93,7 +94,7 @@ def check(document: Document, want: Want, shape: Shape) -> None:
 
 
 class Fetcher:
-    """The scheduler's end. Never blocks but for writing a short line; `poll` resolves the futures that `submit` gave."""
+    """The scheduler's end. `poll` resolves the futures that `submit` gave. Only `wait` blocks, and writing a short line."""
 
     def __init__(self, encoders: Encoders, shape: Shape, memory: int) -> None:
         self._start: dict[str, Any] = {**encoders._asdict(), "shape": shape}
@@ -140,6 +141,11 @@ class Fetcher:
             *lines, self._buffer = (self._buffer + data).split(b"\n")
             for line in lines:
                 self._take(json.loads(line))
+
+    def wait(self, seconds: float) -> None:
+        """Until there is something to `poll`, at most `seconds`; with nothing pending, not at all."""
+        if self._pending:
+            select.select([self._line], [], [], seconds)
 
     def close(self) -> None:
         self._line.close()

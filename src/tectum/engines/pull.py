@@ -20,6 +20,7 @@ from urllib.parse import quote, urlsplit
 
 from tectum.delivery import document
 from tectum.delivery.document import Document
+from tectum.delivery.wire import Sum
 from tectum.errors import DeliveryError, InternalError, TectumError, UnavailableError
 
 #: longest head of an answer, and longest error body, that is read (bytes)
@@ -71,6 +72,7 @@ class _Answer:
         self._filled = 0
         self._body: memoryview | None = None
         self._error: tuple[int, Mapping[str, str]] | None = None
+        self.checksum: Sum | None = None
         self.done = False
 
     def space(self) -> memoryview:
@@ -80,6 +82,8 @@ class _Answer:
         self._filled += count
         if self._body is None:
             self._look_for_head()
+        if self._body is not None and self.checksum is not None:
+            self.checksum.add(self._body, self._filled)  # now, while it is in the cache
         if self._body is not None and self._filled == len(self._body):
             self.done = True
 
@@ -100,6 +104,7 @@ class _Answer:
         if status == 200:
             self._body = memoryview(self._allocate(int(length))).cast("B")[: int(length)]
             assert len(self._body) == int(length), "the buffer takes the whole answer"
+            self.checksum = Sum(len(self._body))
         else:
             self._error = (status, headers)
             self._body = memoryview(bytearray(min(int(length), MAX_HEAD)))
@@ -171,11 +176,12 @@ class Receiver:
         `request_not_found`, `embedding_not_ready`, `request_released`), UnavailableError `server_unreachable`, or
         DeliveryError `invalid_rows` when what came is not what was sent.
         """
-        return document.read(self._call("GET", _embedding_path(req_id), allocate))
+        answer = self._call("GET", _embedding_path(req_id), allocate)
+        return document.read(answer.body(), answer.checksum)
 
     def release(self, req_id: str) -> None:
         """Give back all that the request holds, at whatever stage it is. Idempotent."""
-        self._call("DELETE", f"/v1/requests/{quote(req_id, safe='')}", _new_buffer)
+        self._call("DELETE", f"/v1/requests/{quote(req_id, safe='')}", _new_buffer).body()
 
     def close(self) -> None:
         """Hang up on whatever still runs: those calls fail at once."""
@@ -185,7 +191,7 @@ class Receiver:
             except OSError:
                 pass
 
-    def _call(self, method: str, path: str, allocate: Allocate) -> memoryview:
+    def _call(self, method: str, path: str, allocate: Allocate) -> _Answer:
         until = time.monotonic() + self._timeout
         answer = _Answer(allocate)
         try:
@@ -199,7 +205,7 @@ class Receiver:
             raise _late(self._timeout) from None
         except OSError as error:
             raise _unreachable(error) from None
-        return answer.body()
+        return answer
 
     def _connect(self) -> socket.socket:
         connection = socket.create_connection((self._server.host, self._server.port), self._timeout)
@@ -234,15 +240,15 @@ class AsyncReceiver:
         self._tls = tls or (ssl.create_default_context() if self._server.secure else None)
 
     async def pull(self, req_id: str, allocate: Allocate = _new_buffer) -> Document:
-        """As `Receiver.pull`. Large rows are summed in a thread, so that the event loop goes on."""
-        body = await self._call("GET", _embedding_path(req_id), allocate)
-        return await asyncio.to_thread(document.read, body)
+        """As `Receiver.pull`. Rows are summed as they come, a little at a time, so that the event loop goes on."""
+        answer = await self._call("GET", _embedding_path(req_id), allocate)
+        return document.read(answer.body(), answer.checksum)
 
     async def release(self, req_id: str) -> None:
         """As `Receiver.release`."""
-        await self._call("DELETE", f"/v1/requests/{quote(req_id, safe='')}", _new_buffer)
+        (await self._call("DELETE", f"/v1/requests/{quote(req_id, safe='')}", _new_buffer)).body()
 
-    async def _call(self, method: str, path: str, allocate: Allocate) -> memoryview:
+    async def _call(self, method: str, path: str, allocate: Allocate) -> _Answer:
         loop = asyncio.get_running_loop()
         answer = _Answer(allocate)
         transport: asyncio.BaseTransport | None = None
@@ -262,7 +268,7 @@ class AsyncReceiver:
         finally:
             if isinstance(transport, asyncio.Transport):
                 transport.abort()
-        return answer.body()
+        return answer
 
 
 class _Into(asyncio.BufferedProtocol):

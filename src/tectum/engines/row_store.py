@@ -157,6 +157,10 @@ class RowStore:
 
     # --- fetching ---
 
+    def rest(self, seconds: float) -> None:
+        """Wait for rows that are on their way until something is said of them, at most `seconds`; without any, not at all."""
+        self._fetcher.wait(seconds)
+
     def _collect(self) -> None:
         """Take in what was fetched."""
         self._fetcher.poll()

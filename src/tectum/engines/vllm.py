@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.tectum")
 
+#: seconds that a step with nothing to run waits for rows on their way, at most: a new request may have to wait for it
+REST = 0.005
+#: the same where the workers can take every core. They spin for a second after each step, even an empty one: a scheduler that
+#: steps on would keep the CPU from the very encoder that it waits for (seen: ten seconds, two workers on two cores)
+REST_CROWDED = 1.5
 #: what vLLM keeps of an item that came without its media: everything else it holds is media
 METADATA_FIELDS = frozenset({"image_grid_thw", "video_grid_thw", "second_per_grid_ts", "timestamps"})
 
@@ -150,6 +156,10 @@ class TectumConnector(ECConnectorBase):
         self._scheduler.store.passed(request.request_id, request.mm_features[index].identifier, index)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
+        if not scheduler_output.total_num_scheduled_tokens:
+            self._scheduler.rest()
+        else:
+            self._scheduler.idle_since = None
         return self._scheduler.take_loads()
 
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
@@ -195,6 +205,8 @@ class SchedulerSide:
         self.store = RowStore(row_shape(vllm_config.model_config), encoders, self._settings.buffer_bytes)
         self._memory = f"/proc/{os.getpid()}/fd/{self.store.pool.fd}"
         self._inline = spans_machines(vllm_config.parallel_config)
+        self._longest_rest = REST_CROWDED if crowded(vllm_config.parallel_config) else REST
+        self.idle_since: float | None = None  # since when there has been nothing to run
         self._loads: dict[str, Load] = {}
         log.info("Tectum encoders: %d; rows expected: %s", len(encoders.urls), self.store.shape)
 
@@ -223,6 +235,12 @@ class SchedulerSide:
     def take_loads(self) -> TectumMetadata:
         loads, self._loads = self._loads, {}
         return TectumMetadata(self._memory, list(loads.values()))
+
+    def rest(self) -> None:
+        """A step has nothing to run: wait for rows that are on their way as long as has been waited already, within bounds."""
+        now = time.monotonic()
+        self.idle_since = self.idle_since or now
+        self.store.rest(min(max(now - self.idle_since, 0.001), self._longest_rest))
 
     def close(self) -> None:
         self.store.close()
@@ -320,6 +338,12 @@ def row_shape(model_config: Any) -> Shape:
 def spans_machines(parallel_config: Any) -> bool:
     """Whether workers may run on other machines than the scheduler, where its memory file cannot be mapped."""
     return parallel_config.nnodes > 1 or parallel_config.distributed_executor_backend == "ray"
+
+
+def crowded(parallel_config: Any) -> bool:
+    """Whether there are no more cores than workers that spin while they wait for the scheduler."""
+    workers = int(parallel_config.world_size)
+    return workers > 1 and len(os.sched_getaffinity(0)) <= workers
 
 
 def _grid(data: Mapping[str, Any]) -> Grid | None:

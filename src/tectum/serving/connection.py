@@ -24,7 +24,8 @@ MAX_AHEAD = 8
 MAX_HEADERS = 100
 #: seconds that a closed connection may take to read its last bytes
 CLOSING = 5.0
-#: key of the scope's extensions: its `call` drops the connection at once
+#: key of the scope's extensions: its `call` drops the connection at once, and its event `closed` says that it holds nothing
+#: any more. Where the key is there, a connection that takes the next piece of a body holds none of those before
 ABORT = "tectum.abort"
 
 
@@ -50,6 +51,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = True  # between the end of one request and the end of the next one's headers
         self._head_bytes = 0
         self._deaf = False
+        self._closed = asyncio.Event()
         self._refusal: TectumError | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -58,6 +60,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # A body may be lent memory: writing pauses while any of it is buffered. TLS pauses at its limit, others beyond it.
+        transport.set_write_buffer_limits(high=0 if transport.get_extra_info("sslcontext") is None else 1, low=0)
         self._start_head_timer()
         if len(self.connections) > self._limits.max_connections:
             self.app = self._turn_away
@@ -106,7 +110,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {ABORT: {"call": self.abort}}
+        self.scope["extensions"] = {ABORT: {"call": self.abort, "closed": self._closed}}
 
     def on_message_complete(self) -> None:
         self._in_head = True
@@ -169,6 +173,7 @@ class Connection(HttpToolsProtocol):
         self._stop_stall_timer()
         self.pipeline.clear()
         super().connection_lost(exc)
+        self._closed.set()
 
     def _abort_later(self) -> None:
         """A closing transport still waits for its reader; not for ever."""

@@ -1,8 +1,8 @@
-"""`tectum gateway`: OpenAI chat requests in, pictures to the encoders, everything else to the engine. For vLLM.
+"""`tectum gateway`: OpenAI chat requests in, media to the encoders, everything else to the engine. For vLLM.
 
-Each picture is encoded and held by an encoder; the engine gets the request with metadata in its place (its grid, and a
-uuid that is the content key), and says so in `ec_transfer_params`, so that `tectum.engines.vllm` finds the rows. Requests
-without media, and every other path, pass through untouched.
+Each picture, clip and recording is encoded and held by an encoder; the engine gets the request with metadata in its place (what
+its placeholders are counted by, and a uuid that is the content key), and says so in `ec_transfer_params`, so that
+`tectum.engines.vllm` finds the rows. Requests without media, and every other path, pass through untouched.
 
 Owns the two hops of one request: what was held for it is given back when it ends, however it ends. It decodes no media, and
 large strings of the JSON are cut out and passed on as they are, never decoded and encoded again.
@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,8 +41,10 @@ CHAT = "/v1/chat/completions"
 IN_THREAD = 512 * 1024
 #: what a body must hold, in some way, to hold media
 _MARKS = (b"image", b"video", b"audio", b"\\u")  # the last begins an escape, which may spell any of them
-#: parts of a message that the encoders cannot take (yet), by type
-_REFUSED = frozenset({"video_url", "audio_url", "input_audio", "image_pil"})
+#: parts of a message that hold media, and what they are
+_MEDIA = {"image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio"}
+#: parts that hold media in a form that only the engine's own process could read
+_REFUSED = frozenset({"image_pil"})
 #: headers that belong to one hop
 _HOP = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"}
@@ -87,12 +89,17 @@ class GatewaySettings:
 
 
 @dataclass(slots=True)
-class _Picture:
-    """One picture of a chat request. message, part: where it stands; url: the JSON string as it came."""
+class _Medium:
+    """One picture, clip or recording of a chat request. message, part: where it stands.
+
+    source: `url` or `data` (base64), as the encoder's items name it; text: the JSON string as it came.
+    """
 
     message: int
     part: int
-    url: Raw
+    modality: str
+    source: str
+    text: Raw
 
 
 @dataclass(slots=True)
@@ -102,7 +109,7 @@ class Chat:
     body: dict[str, Raw]
     messages: list[dict[str, Raw]]
     contents: dict[int, list[Raw]] = field(default_factory=dict)  # message -> its parts
-    pictures: list[_Picture] = field(default_factory=list)
+    media: list[_Medium] = field(default_factory=list)
 
     @staticmethod
     def read(data: bytes) -> Chat | None:
@@ -118,31 +125,35 @@ class Chat:
                 chat._look_at(index, message.get("content", Raw(b"null")))
         except (msgspec.DecodeError, KeyError, UnicodeDecodeError):
             return None
-        return chat if chat.pictures else None
+        return chat if chat.media else None
 
-    def _look_at(self, index: int, content: Raw) -> None:
-        if _first(content) != b"[":
+    def _look_at(self, index: int, whole: Raw) -> None:
+        if _first(whole) != b"[":
             return
-        self.contents[index] = _parts(content)
+        self.contents[index] = _parts(whole)
         for number, raw in enumerate(self.contents[index]):
             if _first(raw) != b"{":
                 continue
             part = _object(raw)
             kind = _string(part["type"]) if "type" in part else ""
+            if not kind:  # vLLM takes parts that do not say what they are
+                kind = next((name for name in _MEDIA if name in part), "")
             if kind in _REFUSED:
-                text = f"The encoders behind this gateway take image_url parts, not {kind}"
-                raise BadRequestError("unsupported_modality", text, item=len(self.pictures))
-            if kind == "image_url" or (not kind and "image_url" in part):
-                self.pictures.append(_Picture(index, number, self._url(part)))
+                text = f"The encoders behind this gateway take {', '.join(_MEDIA)} parts, not {kind}"
+                raise BadRequestError("unsupported_modality", text, item=len(self.media))
+            if kind in _MEDIA:
+                source, content = self._content_of(kind, part.get(kind, Raw(b"null")))
+                self.media.append(_Medium(index, number, _MEDIA[kind], source, content))
 
-    def _url(self, part: Mapping[str, Raw]) -> Raw:
-        url = part.get("image_url", Raw(b"null"))
-        if _first(url) == b"{":
-            url = _object(url).get("url", Raw(b"null"))
-        if _first(url) != b'"':
-            text = "An image_url part needs a url: http(s) or data"
-            raise BadRequestError("invalid_request", text, item=len(self.pictures))
-        return url
+    def _content_of(self, kind: str, content: Raw) -> tuple[str, Raw]:
+        """Where the medium of a part is: the name of the field that says it to an encoder, and its JSON string."""
+        source = "data" if kind == "input_audio" else "url"
+        if _first(content) == b"{":
+            content = _object(content).get(source, Raw(b"null"))
+        if _first(content) != b'"':
+            wanted = "data in base64" if source == "data" else "a url: http(s) or data"
+            raise BadRequestError("invalid_request", f"Each {kind} part needs {wanted}", item=len(self.media))
+        return source, content
 
     def options(self) -> dict[str, Any]:
         """Processor options of the request: they go to the encoder, and into the key."""
@@ -157,9 +168,9 @@ class Chat:
         return given or {}
 
     def rewritten(self, held: Sequence[Held]) -> bytes:
-        """The request for the engine: each picture is its metadata now."""
-        for picture, rows in zip(self.pictures, held, strict=True):
-            self.contents[picture.message][picture.part] = Raw(msgspec.json.encode(rows.part()))
+        """The request for the engine: each medium is its metadata now."""
+        for medium, rows in zip(self.media, held, strict=True):
+            self.contents[medium.message][medium.part] = Raw(msgspec.json.encode(rows.part()))
         for index, parts in self.contents.items():
             self.messages[index]["content"] = Raw(msgspec.json.encode(parts))
         body: dict[str, Any] = {**self.body, "messages": self.messages}
@@ -176,15 +187,68 @@ def _first(raw: Raw) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Rows of one picture that an encoder holds."""
+    """Rows of one medium that an encoder holds. fields: what the engine counts its placeholders by."""
 
     encoder: str
     req_id: str
     key: str
-    grid: tuple[int, int, int]
+    modality: str
+    fields: Mapping[str, Any]
 
     def part(self) -> dict[str, Any]:
-        return {"type": "image_embeds", "image_embeds": {"image_grid_thw": self.grid}, "uuid": self.key}
+        kind = f"{self.modality}_embeds"
+        return {"type": kind, kind: self.fields, "uuid": self.key}
+
+
+# What vLLM 0.32 counts an item's placeholders by when the item comes without its media: the fields that its parsers declare as
+# `metadata` (`embedding_fields`), from the encoder's facts of the item.
+
+
+def _picture(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {"image_grid_thw": item["grid_thw"]}
+
+
+def _clip(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {"video_grid_thw": item["grid_thw"]}
+
+
+def _clip_at_pace(item: Mapping[str, Any]) -> dict[str, Any]:
+    """These models place rows in time, but this form has no field for it: vLLM takes each step for a second."""
+    if abs(item["second_per_grid"] - 1.0) > SAME_PACE:
+        found = f"{item['second_per_grid']:.3g} s"
+        text = (
+            f"vLLM cannot be told that a step of this clip takes {found}, not 1 s; a clip sampled at 2 fps it can take"
+        )
+        raise BadRequestError("unsupported_modality", text)
+    return _clip(item)
+
+
+def _clip_with_times(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_clip(item), "timestamps": item["timestamps"]}
+
+
+def _recording(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {"audio_num_tokens": [item["rows"]]}
+
+
+_FORMS: dict[tuple[str, str], Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    **{(family, "image"): _picture for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "qwen3_omni")},
+    ("qwen2_vl", "video"): _clip,
+    ("qwen2_5_vl", "video"): _clip_at_pace,
+    ("qwen3_vl", "video"): _clip_with_times,
+    ("qwen2_audio", "audio"): _recording,
+}
+#: how far a step of a clip may be from the second that vLLM takes it for (seconds)
+SAME_PACE = 1e-3
+
+
+def form_of(family: str, modality: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """How an item's facts become its metadata-only form. Raises BadRequestError `unsupported_modality` where vLLM has none."""
+    form = _FORMS.get((family, modality))
+    if form is None:
+        text = f"This gateway knows no form in which vLLM takes {modality} rows of {family[:40]} without the media themselves"
+        raise BadRequestError("unsupported_modality", text)
+    return form
 
 
 # --- the encoders ---
@@ -205,24 +269,27 @@ class Encoders:
             )
             for url in urls
         }
+        self._families: dict[str, str] = {}
         self._releasing: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
-    async def holding(self, urls: Sequence[Raw], options: Mapping[str, Any], tenant: str) -> AsyncIterator[list[Held]]:
-        """Rows of all pictures, held inside the block. Raises the first error, with the index of its picture."""
-        tickets = [_Ticket(uuid.uuid4().hex, index) for index in range(len(urls))]
+    async def holding(
+        self, media: Sequence[_Medium], options: Mapping[str, Any], tenant: str
+    ) -> AsyncIterator[list[Held]]:
+        """Rows of all media, held inside the block. Raises the first error, with the index of its medium."""
+        tickets = [_Ticket(uuid.uuid4().hex, index) for index in range(len(media))]
         try:
-            encodes = (self._encode(ticket, url, options, tenant) for ticket, url in zip(tickets, urls, strict=True))
+            encodes = (self._encode(ticket, each, options, tenant) for ticket, each in zip(tickets, media, strict=True))
             yield await _all(encodes)
         finally:
             self._release(tickets)
 
-    async def _encode(self, ticket: _Ticket, url: Raw, options: Mapping[str, Any], tenant: str) -> Held:
+    async def _encode(self, ticket: _Ticket, medium: _Medium, options: Mapping[str, Any], tenant: str) -> Held:
         """On the encoder that this content prefers, or, where that one cannot, on the next."""
         body = msgspec.json.encode(
             {
                 "req_id": ticket.req_id,
-                "items": [{"type": "image", "url": url}],
+                "items": [{"type": medium.modality, medium.source: medium.text}],
                 "options": options,
                 "delivery": {"mode": "hold"},
                 "tenant": tenant,
@@ -230,12 +297,14 @@ class Encoders:
             }
         )
         failure: TectumError | None = None
-        for encoder in self._preferred(url):
+        for encoder in self._preferred(medium.text):
             ticket.asked.append(encoder)
             try:
-                return _held(encoder, await self._post(encoder, body))
+                form = form_of(await self._family(encoder), medium.modality)
+                return _held(encoder, medium.modality, form, await self._post(encoder, body))
             except UnavailableError as error:
-                log.warning("an encoder cannot take a picture: %s", error)
+                log.warning("an encoder cannot take a medium: %s", error)
+                self._families.pop(encoder, None)  # when it is back it may serve another model
                 failure = error
             except TectumError as error:
                 error.item = ticket.index
@@ -243,11 +312,24 @@ class Encoders:
         assert failure is not None, "there is at least one encoder"
         raise failure
 
+    async def _family(self, encoder: str) -> str:
+        """The family of the model that an encoder serves: asked for once."""
+        if encoder not in self._families:
+            answer = await self._ask(encoder, "GET", "/v1/models")
+            try:
+                self._families[encoder] = str(answer["data"][0]["family"])
+            except (KeyError, IndexError, TypeError):
+                raise UnavailableError("server_unreachable", "An encoder does not say what it serves") from None
+        return self._families[encoder]
+
     async def _post(self, encoder: str, body: bytes) -> dict[str, Any]:
+        return await self._ask(
+            encoder, "POST", "/v1/encode", content=body, headers={"content-type": "application/json"}
+        )
+
+    async def _ask(self, encoder: str, method: str, path: str, **more: Any) -> dict[str, Any]:
         try:
-            answer = await self._clients[encoder].post(
-                "/v1/encode", content=body, headers={"content-type": "application/json"}
-            )
+            answer = await self._clients[encoder].request(method, path, **more)
         except httpx2.TransportError as error:
             text = f"No encoder answered ({type(error).__name__})"
             raise UnavailableError("server_unreachable", text, retry_after=1.0) from None
@@ -301,21 +383,24 @@ class Encoders:
 
 @dataclass(slots=True)
 class _Ticket:
-    """One picture's request at the encoders. asked: those that may hold something for it."""
+    """One medium's request at the encoders. asked: those that may hold something for it."""
 
     req_id: str
     index: int
     asked: list[str] = field(default_factory=list)
 
 
-def _held(encoder: str, metadata: Mapping[str, Any]) -> Held:
+def _held(
+    encoder: str,
+    modality: str,
+    form: Callable[[Mapping[str, Any]], dict[str, Any]],
+    metadata: Mapping[str, Any],
+) -> Held:
     try:
-        (key,) = metadata["content_keys"]
-        ((time, height, width),) = metadata["grid_thw"]
-        return Held(encoder, str(metadata["req_id"]), str(key), (int(time), int(height), int(width)))
+        (key,), (item,) = metadata["content_keys"], metadata["items"]
+        return Held(encoder, str(metadata["req_id"]), str(key), modality, form(item))
     except (KeyError, TypeError, ValueError):
-        text = "The encoder's rows have no grid or no content key: its family cannot be served through this gateway"
-        raise InternalError("internal", text) from None
+        raise InternalError("internal", "The encoder's answer has no content key, or lacks facts of its item") from None
 
 
 def _error_of(answer: httpx2.Response) -> TectumError:
@@ -395,8 +480,7 @@ class Gateway:
         if chat is None:
             await self._forward(scope, body, send)
             return
-        urls = [picture.url for picture in chat.pictures]
-        async with self._encoders.holding(urls, chat.options(), _tenant(scope)) as held:
+        async with self._encoders.holding(chat.media, chat.options(), _tenant(scope)) as held:
             await self._forward(scope, chat.rewritten(held), send)
 
     async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:

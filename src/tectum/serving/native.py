@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
@@ -15,17 +14,16 @@ from starlette.types import Receive, Scope, Send
 from tectum.config import Settings
 from tectum.delivery import wire
 from tectum.lifecycle.events import Milestone, Reason
-from tectum.pipeline.pipeline import Job, Pipeline, Staged
-from tectum.pipeline.threads import run_to_end
+from tectum.pipeline.pipeline import Job, Pipeline
 from tectum.serving.bodies import REQ_ID, read_encode_request
-from tectum.serving.presence import Caller
+from tectum.serving.connection import ABORT
+from tectum.serving.presence import CHUNK, Caller
 from tectum.types import EncodeRequest
 
 InPath = Annotated[str, Path(max_length=256, pattern=REQ_ID, description="Id of a request.")]
 SAFETENSORS = "application/x-safetensors"
-#: rows of more bytes than this are packed in a thread
-IN_THREAD = 512 * 1024
-_PACKING = ThreadPoolExecutor(1, "tectum-pack")
+#: documents of fewer bytes are copied and sent at once: cheaper than one call for each of their parts
+COPIED = 256 * 1024
 _PROBLEM = {"content": {"application/problem+json": {"schema": {"type": "object"}}}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "The request or its media is at fault.", **_PROBLEM},
@@ -46,7 +44,8 @@ class Answer(Response):
         self._patience = patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with Caller(receive, send, self._patience).watched() as caller:
+        connection = scope.get("extensions", {}).get(ABORT)
+        async with Caller(receive, send, self._patience, connection).watched() as caller:
             await self._work(caller)
 
 
@@ -137,19 +136,14 @@ async def _hold(pipeline: Pipeline, request: EncodeRequest, caller: Caller) -> N
 
 
 async def _answer_rows(caller: Caller, job: Job) -> None:
+    """The rows in the wire format, large ones straight from staging memory: the lease outlasts the sending."""
     assert job.staged is not None, "only staged rows are delivered"
-    await caller.answer(200, _headers(job, SAFETENSORS), await _packed(job.staged))
-
-
-async def _packed(staged: Staged) -> bytes:
-    """The rows in the wire format; large ones are copied and summed in a thread, so that the event loop goes on.
-
-    The thread outlasts a caller that hangs up: it reads memory that is given back when this ends.
-    """
-    views = staged.lease.views()
-    if staged.metadata.nbytes <= IN_THREAD:
-        return wire.pack_staged(staged.metadata, views)
-    return await run_to_end(_PACKING, wire.pack_staged, staged.metadata, views)
+    document = wire.staged(job.staged.metadata, job.staged.lease.views())
+    headers = _headers(job, SAFETENSORS)
+    if document.nbytes < COPIED:
+        await caller.answer(200, headers, document.whole())
+    else:
+        await caller.answer_lent(200, headers, document.nbytes, document.pieces(CHUNK))
 
 
 def _headers(job: Job, content_type: str) -> dict[str, str]:

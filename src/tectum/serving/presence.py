@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 from starlette.types import Receive, Send
+
+from tectum.pipeline.threads import outlast
 
 #: written to the socket at once; between chunks a hang-up is noticed
 CHUNK = 1024 * 1024
@@ -28,12 +31,18 @@ async def body_pieces(receive: Receive) -> AsyncGenerator[bytes, None]:
 
 
 class Caller:
-    """One HTTP caller that waits for its answer. patience: seconds that it may take to read it."""
+    """One HTTP caller that waits for its answer. patience: seconds that it may take to read it.
 
-    def __init__(self, receive: Receive, send: Send, patience: float) -> None:
+    connection: what `serving/connection.py` says of it, where it is one of ours.
+    """
+
+    def __init__(
+        self, receive: Receive, send: Send, patience: float, connection: Mapping[str, Any] | None = None
+    ) -> None:
         self._receive = receive
         self._send = send
         self._patience = patience
+        self._connection = connection
         self._answered = False
 
     @asynccontextmanager
@@ -62,24 +71,50 @@ class Caller:
         finally:
             watcher.cancel()
 
-    async def answer(self, status: int, headers: dict[str, str], body: bytes | memoryview) -> None:
+    async def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
         """Send the whole answer. Returns when it has left for the caller; a hang-up before that cancels the block.
 
         Raises CallerGoneError when the caller does not read it in time: rows must not be held by a stalled reader.
         """
+        view = memoryview(body)
+        pieces = (view[start : start + CHUNK] for start in range(0, len(body), CHUNK))
+        await self._answer_in_time(status, headers, len(body), pieces)
+
+    async def answer_lent(
+        self, status: int, headers: dict[str, str], nbytes: int, pieces: Iterable[memoryview]
+    ) -> None:
+        """As `answer`, of memory that is only lent: when this has ended, however it ended, the connection reads none of it.
+
+        pieces: `nbytes` in all, each looked at when the one before has left.
+        """
+        if self._connection is None:
+            await self._answer_in_time(status, headers, nbytes, map(bytes, pieces))
+            return
+        try:
+            await self._answer_in_time(status, headers, nbytes, pieces)
+        except BaseException:
+            self._answered = True  # in part: what follows is no hang-up
+            self._connection["call"]()
+            await outlast(asyncio.ensure_future(self._connection["closed"].wait()))
+            raise
+
+    async def _answer_in_time(
+        self, status: int, headers: dict[str, str], nbytes: int, pieces: Iterable[bytes | memoryview]
+    ) -> None:
         try:
             async with asyncio.timeout(self._patience):
-                await self._answer(status, headers, body)
+                await self._answer(status, headers, nbytes, pieces)
         except TimeoutError:
             raise CallerGoneError from None
 
-    async def _answer(self, status: int, headers: dict[str, str], body: bytes | memoryview) -> None:
+    async def _answer(
+        self, status: int, headers: dict[str, str], nbytes: int, pieces: Iterable[bytes | memoryview]
+    ) -> None:
         head = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
-        head.append((b"content-length", str(len(body)).encode()))
+        head.append((b"content-length", str(nbytes).encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": head})
-        pieces = memoryview(body)
-        for start in range(0, len(body), CHUNK):
-            await self._send({"type": "http.response.body", "body": pieces[start : start + CHUNK], "more_body": True})
+        for piece in pieces:
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
         # An empty piece waits until the socket took the last one; then the watcher has its turn. Only now is a
         # disconnect still a hang-up: after the closing message the server reports one for every answer.
         await self._send({"type": "http.response.body", "body": b"", "more_body": True})

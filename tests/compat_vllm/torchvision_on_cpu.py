@@ -1,4 +1,4 @@
-"""Runs at the start of every process of vLLM's environment here: makes `import torchvision` work beside a CPU-only torch."""
+"""Imported at the start of every process of vLLM's environment: makes `import torchvision` work beside a CPU-only torch."""
 
 import sys
 from importlib.machinery import ModuleSpec
@@ -10,8 +10,10 @@ class _BeforeTorchvision:
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name == "torchvision":
             sys.meta_path.remove(self)
-            from tectum.models.torchvision_compat import ensure_torchvision
-
+            try:
+                from tectum.models.torchvision_compat import ensure_torchvision
+            except ModuleNotFoundError:  # a process that has nothing to do with Tectum
+                return None
             ensure_torchvision()
         return None
 
