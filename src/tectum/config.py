@@ -240,6 +240,14 @@ class Settings(BaseSettings):
         "",
         description="Networks that rows may be pushed to, comma-separated (10.0.0.0/8,::1); without it all.",
     )
+    zmq_curve_server_key_file: Path | None = Field(
+        None,
+        description="File with the receivers' public CURVE key (40 characters of Z85, or their certificate): rows then go over "
+        "ZeroMQ encrypted, and to nobody else. Not for SGLang's own receivers.",
+    )
+    zmq_curve_secret_key_file: Path | None = Field(
+        None, description="This server's own CURVE certificate (NAME.key_secret of zmq.auth.create_certificates)."
+    )
     max_receivers: int = Field(
         128, ge=1, le=65_536, description="Most connections to receivers at once; each takes four descriptors."
     )
@@ -364,6 +372,10 @@ class Settings(BaseSettings):
     def _receivers_have_a_backend(self) -> Settings:
         if self.grpc_port is not None and self.transfer_backend == "none":
             raise ValueError("grpc_port opens SGLang's door, which needs a transfer_backend: zmq_to_scheduler, …")
+        if (self.zmq_curve_server_key_file is None) != (self.zmq_curve_secret_key_file is None):
+            raise ValueError("zmq_curve_server_key_file and zmq_curve_secret_key_file go together")
+        if self.zmq_curve_server_key_file is not None and self.transfer_backend == "none":
+            raise ValueError("zmq_curve_server_key_file has no effect without a transfer_backend")
         return self
 
     @classmethod

@@ -16,6 +16,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import zmq
+import zmq.auth
 from zmq.utils.garbage import gc as garbage
 
 from tectum.config import Settings
@@ -336,3 +338,119 @@ def test_addresses(address, split):
 def test_addresses_that_are_none(address):
     with pytest.raises(BadRequestError):
         split_address(address)
+
+
+# --- CURVE ---
+
+OURS, THEIRS, OTHERS = zmq.curve_keypair(), zmq.curve_keypair(), zmq.curve_keypair()
+
+
+def curve(folder: Path, receivers: bytes = THEIRS[0], ours: tuple[bytes, bytes] = OURS) -> dict[str, Any]:
+    """The settings, and the files they name."""
+    server, secret = folder / "receivers.key", folder / "encoder.key_secret"
+    server.write_bytes(receivers + b"\n")
+    secret.write_text(f'curve\n    public-key = "{ours[0].decode()}"\n    secret-key = "{ours[1].decode()}"\n')
+    return {"zmq_curve_server_key_file": server, "zmq_curve_secret_key_file": secret}
+
+
+def test_rows_go_encrypted_to_whoever_has_the_right_key_and_to_nobody_else(tmp_path):
+    """The kernel's count and ours agree to the byte; a wrong key is given up in time, and the right one is not kept waiting."""
+
+    async def main() -> None:
+        settings = Settings(transfer_backend="zmq_to_scheduler", **curve(tmp_path))
+        async with ZmqBackend(settings) as backend:
+            with Receiver(keys=THEIRS) as right, Receiver(keys=OTHERS) as wrong, Receiver() as plain:
+
+                async def refused(receiver: Receiver) -> None:
+                    with pytest.raises(TimeoutError):
+                        async with asyncio.timeout(2):
+                            await backend.send(Rows(), to(receiver))
+
+                refusals = [asyncio.create_task(refused(each)) for each in (wrong, plain)]
+                for rows in (1, 64, 16384):  # frames with a short head, and with a long one
+                    staged = Rows(rows=rows, width=32)
+                    _, (_, got) = await asyncio.gather(backend.send(staged, to(right)), off_loop(right.message))
+                    assert torch.equal(got, staged.expected)
+                    connection = backend._connections[to(right).address]
+                    assert connection._acknowledged.now() == connection._end
+                assert not any(each.done() for each in refusals)
+                await asyncio.gather(*refusals)
+                assert wrong.is_silent()
+                assert plain.is_silent()
+                assert backend.open_connections() == 1
+
+    asyncio.run(main())
+
+
+def test_no_byte_of_the_rows_is_on_the_wire(tmp_path):
+    """Through a relay that keeps what it passes on: with CURVE a marked row is not among it, without it is."""
+    mark = b"sixteen bytes..."
+
+    async def seen(settings: Settings, receiver: Receiver) -> bytes:
+        kept = bytearray()
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            to_reader, to_writer = await asyncio.open_connection("127.0.0.1", receiver.port)
+
+            async def pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+                while data := await source.read(65536):
+                    kept.extend(data)
+                    sink.write(data)
+                sink.close()
+
+            await asyncio.gather(pass_on(reader, to_writer), pass_on(to_reader, writer))
+
+        async with await asyncio.start_server(relay, "127.0.0.1", 0) as server, ZmqBackend(settings) as backend:
+            staged = Rows(rows=64, width=32)
+            staged.lease.views()[0][:16] = mark
+            between = zmq_destination("127.0.0.1", server.sockets[0].getsockname()[1])
+            _, (_, got) = await asyncio.gather(backend.send(staged, between), off_loop(receiver.message))
+            assert got.numpy().tobytes()[:16] == mark
+        return bytes(kept)
+
+    with Receiver(keys=THEIRS) as sealed, Receiver() as plain:
+        asked = {"transfer_backend": "zmq_to_scheduler"}
+        assert mark not in asyncio.run(seen(Settings(**asked, **curve(tmp_path)), sealed))
+        assert mark in asyncio.run(seen(Settings(**asked), plain))
+
+
+def test_curve_keys_that_cannot_be_used_are_named_at_start_up(tmp_path, monkeypatch):
+    def refused(**given: Any) -> str:
+        with pytest.raises(StartupError) as caught:
+            deliveries(Settings.load(transfer_backend="zmq_to_scheduler", **given))
+        return caught.value.message
+
+    good = curve(tmp_path)
+    for name in good:
+        assert "go together" in refused(**{name: good[name]})
+        missing = tmp_path / "missing"
+        assert refused(**{**good, name: missing}) == f"{name}: {missing}: No such file or directory"
+    with pytest.raises(StartupError, match="has no effect without a transfer_backend"):
+        Settings.load(**good)
+    (tmp_path / "nonsense").write_bytes(b"\xff" * 50)
+    said = refused(**{**good, "zmq_curve_server_key_file": tmp_path / "nonsense"})
+    assert said == f"zmq_curve_server_key_file: {tmp_path / 'nonsense'} holds no public key"
+    assert "not 40 characters of Z85" in refused(**curve(tmp_path, receivers=b'"' * 40))
+    assert "the public key that belongs to it" in refused(**curve(tmp_path, ours=(OTHERS[0], OURS[1])))
+    good = curve(tmp_path)
+    assert "the public key that belongs to it" in refused(
+        **{**good, "zmq_curve_secret_key_file": tmp_path / "receivers.key"}
+    )
+    assert isinstance(deliveries(Settings(transfer_backend="zmq_to_scheduler", **good)), Deliveries)
+    monkeypatch.setattr(zmq, "has", lambda name: False)
+    assert refused(**good) == "zmq_curve_server_key_file: this build of libzmq has no CURVE"
+
+
+def test_the_certificates_of_pyzmq_are_taken(tmp_path):
+    theirs, _ = zmq.auth.create_certificates(tmp_path, "receivers")
+    _, ours = zmq.auth.create_certificates(tmp_path, "encoder")
+    files = {"zmq_curve_server_key_file": theirs, "zmq_curve_secret_key_file": ours}
+
+    async def main() -> None:
+        async with ZmqBackend(Settings(transfer_backend="zmq_to_scheduler", **files)) as backend:
+            with Receiver(keys=zmq.auth.load_certificate(f"{theirs}_secret")) as receiver:
+                staged = Rows()
+                _, (_, got) = await asyncio.gather(backend.send(staged, to(receiver)), off_loop(receiver.message))
+                assert torch.equal(got, staged.expected)
+
+    asyncio.run(main())

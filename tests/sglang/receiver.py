@@ -84,15 +84,20 @@ def read(data: bytes, names: tuple[tuple[str, str], tuple[str, str]] = NEWEST) -
 
 
 class Receiver:
-    """One rank's PULL socket. A context manager; `port` is where it listens."""
+    """One rank's PULL socket. A context manager; `port` is where it listens. keys: public and secret, makes it a CURVE server."""
 
-    def __init__(self, host: str = "127.0.0.1", rcvhwm: int | None = None) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", rcvhwm: int | None = None, keys: tuple[bytes, bytes] | None = None
+    ) -> None:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.IPV6, int(":" in host))
         self.socket.setsockopt(zmq.LINGER, 0)
         if rcvhwm is not None:
             self.socket.setsockopt(zmq.RCVHWM, rcvhwm)
+        if keys is not None:
+            self.socket.curve_server = True
+            self.socket.curve_publickey, self.socket.curve_secretkey = keys
         shown = f"[{host}]" if ":" in host else host
         self.port = self.socket.bind_to_random_port(f"tcp://{shown}")
         self.address = f"{shown}:{self.port}"

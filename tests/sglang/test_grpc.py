@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import signal
 import subprocess
+import threading
 
 import grpc
+import httpx2
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tectum.demo.encoder_process import EncoderProcess
 from tectum.errors import TectumError
 from tectum.serving.sglang_pb import sglang_encoder_pb2 as messages
-from tests.serving.test_native import jpeg, nothing_is_held, until
+from tests.serving.test_native import gauges, jpeg, nothing_is_held, until
 from tests.sglang.conftest import FLAGS, grpc_target
 from tests.sglang.language_server import data_uri
 from tests.sglang.receiver import Receiver
@@ -202,3 +205,101 @@ def test_the_token_is_needed(tiny, tmp_path):
             known.encode("r", [data_uri(jpeg())], embedding_port=[receiver.port]).result()
         check = health_pb2_grpc.HealthStub(open_).Check(health_pb2.HealthCheckRequest(service=""), timeout=5)
         assert check.status == health_pb2.HealthCheckResponse.SERVING
+
+
+SMALL_FLAGS = ("--max-body-bytes", "200000", "--max-bodies-bytes", "400000", "--max-connections", "4")
+
+
+@pytest.fixture(scope="module")
+def small(tiny):
+    """An encoder whose bodies may take 400 kB, two of the largest, and that has four calls at most."""
+    with EncoderProcess(tiny, *FLAGS, "--grpc-port", "0", *SMALL_FLAGS) as process:
+        yield process
+
+
+@pytest.fixture
+def small_stub(small):
+    with grpc.insecure_channel(grpc_target(small)) as made:
+        yield Stub(made)
+    until(lambda: gauges(small)["encoder_body_bytes"] == 0)
+
+
+def padded(size: int) -> str:
+    """A picture as base64, `size` characters: what follows its end is not looked at."""
+    picture = jpeg(224, 224, 3)
+    return base64.b64encode(picture + bytes(size * 3 // 4 - len(picture))).decode()
+
+
+def test_messages_are_booked_with_all_other_bodies(small, small_stub):
+    """Two of 180 kB are held until their receivers come; a third does not fit, over either door; then it does."""
+    held = [small_stub.encode(f"held-{number}", [padded(180_000)]) for number in range(2)]
+    until(lambda: gauges(small)["encoder_body_bytes"] > 360_000)
+    status, error = failure(small_stub.encode("third", [padded(180_000)]))
+    assert (status, error.code, error.retry_after) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded", None)
+    assert "bytes of request bodies (limit 400000)" in error.message
+    answer = httpx2.post(f"{small.url}/v1/encode", content=bytes(100_000), trust_env=False)
+    assert (answer.status_code, answer.json()["code"]) == (503, "overloaded")
+    assert gauges(small)['encoder_refusals_total{code="overloaded"}'] == 2
+    with Receiver() as receiver:
+        small_stub.register("held-0", receiver).result()
+        held[0].result()
+        small_stub.encode("third", [padded(180_000)], embedding_port=[receiver.port]).result()
+    held[1].cancel()
+
+
+def test_so_many_calls_at_once(small, small_stub):
+    waiting = [small_stub.encode(f"waiting-{number}", [padded(20_000)]) for number in range(4)]
+    until(lambda: gauges(small)["encoder_live_requests"] == 4)
+    status, error = failure(small_stub.encode("fifth", [padded(20_000)]))
+    assert (status, error.code) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
+    assert error.message == "The encoder is full: too many gRPC calls at once"
+    for call in waiting:
+        call.cancel()
+    until(lambda: nothing_is_held(small))
+    with Receiver() as receiver:
+        small_stub.encode("fifth", [padded(20_000)], embedding_port=[receiver.port]).result()
+
+
+def test_a_message_above_the_limit_is_not_taken(small, small_stub):
+    call = small_stub.encode("large", [padded(250_000)])
+    with pytest.raises(grpc.RpcError) as caught:
+        call.result()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert not [line for line in small.lines if "Traceback" in line]
+
+
+def test_calls_without_their_message(small):
+    """None at all, and bytes that are no message; the next call is served."""
+    with grpc.insecure_channel(grpc_target(small)) as channel:
+        path = f"/{SERVICE}/Encode"
+        for call in (
+            channel.stream_unary(path).future(iter(()), timeout=20),
+            channel.unary_unary(path).future(b"\xff\xff", timeout=20),
+        ):
+            status, error = failure(call)
+            assert (status, error.code) == (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request")
+        with Receiver() as receiver:
+            Stub(channel).encode("next", [padded(20_000)], embedding_port=[receiver.port]).result()
+
+
+def test_a_message_that_does_not_come_is_not_waited_for(tiny):
+    """The one turn to read is held by a call that sends nothing: others are refused, and it is cut, and then others are read."""
+    flags = ("--max-bodies-bytes", "200000", "--max-body-bytes", "200000", "--body-grace", "1")
+    flags += ("--min-body-rate", "100000")  # 3 s for a message
+    with (
+        EncoderProcess(tiny, *FLAGS, "--grpc-port", "0", *flags) as process,
+        grpc.insecure_channel(grpc_target(process)) as channel,
+    ):
+        more = threading.Event()
+        silent = channel.stream_unary(f"/{SERVICE}/Encode").future(iter(more.wait, True), timeout=20)
+        refused = Stub(channel).encode("refused", [padded(20_000)])
+        status, error = failure(refused)
+        assert (status, error.message) == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "The encoder is full: too many gRPC messages on their way",
+        )
+        status, error = failure(silent)
+        assert (status, error.code) == (grpc.StatusCode.DEADLINE_EXCEEDED, "request_timeout")
+        more.set()
+        with Receiver() as receiver:
+            Stub(channel).encode("next", [padded(20_000)], embedding_port=[receiver.port]).result()

@@ -17,16 +17,20 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import zmq
 import zmq.asyncio
+from zmq.auth import load_certificate
 from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.z85 import Z85CHARS
 
 from tectum.config import Settings
 from tectum.delivery.base import StagedRows, row_bytes
 from tectum.delivery.sglang_frames import Names, embedding_message, error_message, names_of
-from tectum.errors import DeliveryError, TectumError
+from tectum.errors import DeliveryError, StartupError, TectumError
 from tectum.types import Destination
 
 #: ZeroMQ sockets that a connection takes: its own, and both ends of its monitor
@@ -35,15 +39,21 @@ _SOCKETS_EACH = 3
 _BYTES_ACKED = 120
 #: seconds between two looks at the kernel's counter, at first and at most: there is no event for it
 _FIRST_LOOK, _LAST_LOOK = 0.0005, 0.02
+#: bytes that CURVE adds to a frame: its command's name, a nonce, the flags and the box's tag (CurveZMQ, 'MESSAGE')
+_SEALING = 8 + 8 + 1 + 16
+#: characters of a CURVE key
+_KEY, _Z85 = 40, frozenset(Z85CHARS)
 
 
 class ZmqBackend:
     """Sends to any number of receivers at once; none waits for another."""
 
     def __init__(self, settings: Settings) -> None:
+        """Raises StartupError: `invalid_settings` for keys that are none, `missing_dependency` for a libzmq without CURVE."""
         self._names: Names = names_of(settings.sglang_version)
         self._most = settings.max_receivers
         self._idle = settings.receiver_idle
+        self._curve = _curve(settings)
         self._connections: OrderedDict[str, _Connection] = OrderedDict()  # least recently used first
 
     async def send(self, staged: StagedRows, destination: Destination) -> None:
@@ -69,7 +79,7 @@ class ZmqBackend:
         connection = self._connections.get(endpoint)
         if connection is None:
             self._make_room()
-            connection = _Connection(self._context, endpoint, self._idle, self._forget)
+            connection = _Connection(self._context, endpoint, self._idle, self._forget, self._curve)
             self._connections[endpoint] = connection
         self._connections.move_to_end(endpoint)
         return connection
@@ -102,7 +112,12 @@ class _Connection:
     """A PUSH socket to one receiver, used as a context: closed when nobody has used it for `idle` seconds."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, endpoint: str, idle: float, on_close: Callable[[_Connection], None]
+        self,
+        context: zmq.asyncio.Context,
+        endpoint: str,
+        idle: float,
+        on_close: Callable[[_Connection], None],
+        curve: _Curve | None,
     ) -> None:
         self.endpoint = endpoint
         self.users = 0
@@ -119,6 +134,9 @@ class _Connection:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # what may wait is bounded by the staging budget
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        self._sealing = 0 if curve is None else _SEALING
+        if curve is not None:
+            curve.apply(self._socket)
         self._events = self._socket.get_monitor_socket(
             zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
@@ -138,7 +156,7 @@ class _Connection:
         queued = self._queue(head, body, freed)
         try:
             await self._unless_lost(queued)
-            self._end += _on_the_wire(head) + (0 if body is None else _on_the_wire(body))
+            self._end += sum(_on_the_wire(len(each) + self._sealing) for each in (head, body) if each is not None)
             await self._arrival(self._end, freed)
         except BaseException:
             queued.cancel()
@@ -251,9 +269,49 @@ class _Acknowledged:
         return count
 
 
-def _on_the_wire(frame: bytes | memoryview) -> int:
-    """Bytes of a frame with its header (ZMTP 3.1, section 'Framing')."""
-    return len(frame) + (2 if len(frame) < 256 else 9)
+def _on_the_wire(size: int) -> int:
+    """Bytes of a frame of `size` bytes with its header (ZMTP 3.1, section 'Framing')."""
+    return size + (2 if size < 256 else 9)
+
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    """CURVE keys in Z85: the receivers' public one, and the pair of this server."""
+
+    receivers: bytes
+    public: bytes
+    secret: bytes
+
+    def apply(self, push: zmq.asyncio.Socket) -> None:
+        push.curve_serverkey, push.curve_publickey, push.curve_secretkey = self.receivers, self.public, self.secret
+
+
+def _curve(settings: Settings) -> _Curve | None:
+    """The keys that the settings name, or None where they name none. Raises StartupError, as `ZmqBackend` says."""
+    theirs, ours = settings.zmq_curve_server_key_file, settings.zmq_curve_secret_key_file
+    if theirs is None or ours is None:
+        return None
+    if not zmq.has("curve"):
+        raise StartupError("missing_dependency", "zmq_curve_server_key_file: this build of libzmq has no CURVE")
+    public, secret = _keys_in("zmq_curve_secret_key_file", ours)
+    if secret is None or zmq.curve_public(secret) != public:
+        text = "zmq_curve_secret_key_file: it needs a secret key and the public key that belongs to it"
+        raise StartupError("invalid_settings", text)
+    return _Curve(_keys_in("zmq_curve_server_key_file", theirs)[0], public, secret)
+
+
+def _keys_in(setting: str, file: Path) -> tuple[bytes, bytes | None]:
+    """The public key and, where it is there, the secret one: of a certificate, or of a file that holds a public key alone."""
+    try:
+        bare = file.read_bytes().strip()
+        public, secret = (bare, None) if len(bare) == _KEY else load_certificate(file)
+    except OSError as error:
+        raise StartupError("invalid_settings", f"{setting}: {file}: {error.strerror}") from None
+    except ValueError:
+        raise StartupError("invalid_settings", f"{setting}: {file} holds no public key") from None
+    if not all(len(key) == _KEY and set(key) <= _Z85 for key in (public, secret) if key is not None):
+        raise StartupError("invalid_settings", f"{setting}: {file} holds a key that is not 40 characters of Z85")
+    return public, secret
 
 
 def _tracked(data: bytes | memoryview, freed: asyncio.Future[None]) -> zmq.Frame:

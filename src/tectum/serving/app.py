@@ -30,10 +30,12 @@ def create_app(
     doors: sglang.Doors,
     health: Health,
     recent: dashboard.Recent | None = None,
+    budget: BodyBudget | None = None,
 ) -> FastAPI:
     """The ASGI application, on a pipeline and the encoders that work for it. `doors` are SGLang's.
 
     recent: the observer whose outcomes the live page shows; without it there is no page.
+    budget: what bodies are booked against, where another door shares it; else one of its own, from the settings.
     Raises StartupError when the token file cannot be read.
     """
     app = FastAPI(
@@ -53,7 +55,7 @@ def create_app(
     _add_pages(app, pool, settings, metrics)
     _add_catalogue(app)
     app.openapi = _documented(app.openapi)  # type: ignore[method-assign]
-    budget = BodyBudget(settings.max_bodies_bytes, metrics.refused)
+    budget = budget or BodyBudget(settings.max_bodies_bytes, metrics.refused)
     metrics.watch_bodies(budget)
     tokens = None if settings.token_file is None else Tokens(settings.token_file)
     if recent is not None:

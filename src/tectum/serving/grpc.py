@@ -3,6 +3,9 @@
 The same doors as over HTTP, behind other messages. Every error of Tectum's has its gRPC status; its text is the
 status's, and the whole of it travels in the trailing metadata `tectum-problem-bin` (JSON, as over HTTP), from which
 `TectumError.from_problem` makes it again.
+
+A message is read when its call was admitted, not before: few at a time, booked against the one budget of all bodies until
+its call ends. What waits unread is bounded by HTTP/2's windows.
 """
 
 from __future__ import annotations
@@ -10,18 +13,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tectum.config import Settings
-from tectum.errors import BadRequestError, InternalError, StartupError, TectumError
+from tectum.errors import BadRequestError, InternalError, StartupError, TectumError, UnavailableError
+from tectum.serving import tenants
 from tectum.serving.bodies import convert
-from tectum.serving.guard import Tokens
+from tectum.serving.guard import BodyBudget, Tokens, named_by_proxy
 from tectum.serving.health import Health
 from tectum.serving.listen import bracketed
 from tectum.serving.sglang import Doors, EncodeBody, MetadataBody, Target, sizes
@@ -42,24 +47,13 @@ Context: TypeAlias = Any  # grpc.aio.ServicerContext: grpcio comes without types
 class Encoder:
     """The three calls. The message of `Encode` has no modality; its items are pictures, unless their `data:` URIs say else."""
 
-    def __init__(self, doors: Doors, settings: Settings) -> None:
+    def __init__(self, doors: Doors, settings: Settings, budget: BodyBudget) -> None:
         self._doors = doors
         self._settings = settings
+        self._admission = _Admission(settings, budget)
 
-    async def encode(self, asked: messages.EncodeRequest) -> messages.EncodeResponse:
+    async def encode(self, body: EncodeBody) -> messages.EncodeResponse:
         """Answers with the sizes when every receiver has its rows."""
-        body = convert(
-            EncodeBody,
-            {
-                "req_id": asked.req_id,
-                "mm_items": list(asked.mm_items),
-                "modality": _modality(asked.mm_items),
-                "num_parts": asked.num_parts,
-                "part_idx": asked.part_idx,
-                "prefill_host": asked.prefill_host or None,
-                "embedding_port": list(asked.embedding_port) or None,
-            },
-        )
         found = sizes(await self._doors.encode(body.to_request(self._settings), body.addresses()))
         return messages.EncodeResponse(
             **{name: found[name] for name in messages.EncodeResponse.DESCRIPTOR.fields_by_name}
@@ -82,20 +76,42 @@ class Encoder:
         return messages.SchedulerReceiveUrlResponse()
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        calls: Mapping[str, tuple[Callable[[Any], Awaitable[Any]], Any]] = {
-            "Encode": (self.encode, messages.EncodeRequest),
-            "Send": (self.send, messages.SendRequest),
-            "SchedulerReceiveUrl": (self.scheduler_receive_url, messages.SchedulerReceiveUrlRequest),
+        calls: Mapping[str, tuple[Callable[[Any], Awaitable[Any]], Callable[[bytes], Any]]] = {
+            "Encode": (self.encode, _encode_body),
+            "Send": (self.send, messages.SendRequest.FromString),
+            "SchedulerReceiveUrl": (self.scheduler_receive_url, messages.SchedulerReceiveUrlRequest.FromString),
         }
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                name: grpc.unary_unary_rpc_method_handler(
-                    _reporting(call), request_deserializer=kind.FromString, response_serializer=_serialized
+                # on the wire a stream of one message is a message; but here it is read when the handler asks for it
+                name: grpc.stream_unary_rpc_method_handler(
+                    _reporting(call, read, self._admission), response_serializer=_serialized
                 )
-                for name, (call, kind) in calls.items()
+                for name, (call, read) in calls.items()
             },
         )
+
+
+def _encode_body(raw: bytes) -> EncodeBody:
+    """What the message of `Encode` holds. The message itself is dropped, so that media are in memory once.
+
+    Raises BadRequestError `invalid_request` or `unsupported_modality`.
+    """
+    asked = messages.EncodeRequest.FromString(raw)
+    items = list(asked.mm_items)
+    return convert(
+        EncodeBody,
+        {
+            "req_id": asked.req_id,
+            "mm_items": items,
+            "modality": _modality(items),
+            "num_parts": asked.num_parts,
+            "part_idx": asked.part_idx,
+            "prefill_host": asked.prefill_host or None,
+            "embedding_port": list(asked.embedding_port) or None,
+        },
+    )
 
 
 def _modality(items: Sequence[str]) -> str:
@@ -111,14 +127,79 @@ def _serialized(message: Any) -> bytes:
     return bytes(message.SerializeToString())
 
 
-def _reporting(call: Callable[[Any], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
-    """The call with its failures turned into gRPC statuses."""
+class _Admission:
+    """How many calls there are at once, how many of them read their message, and the bytes of all messages.
 
-    async def handle(asked: Any, context: Context) -> Any:
+    gRPC hands out a message whole, and says nothing of its size before. So at most as many are read at once as would fit the
+    budget if each was the largest: what is on its way takes up to --max-bodies-bytes beside what is booked.
+    """
+
+    def __init__(self, settings: Settings, budget: BodyBudget) -> None:
+        self.budget = budget
+        self._most = settings.max_connections
+        self._grace = settings.body_grace
+        self._patience = settings.body_grace + settings.max_body_bytes / settings.min_body_rate
+        self._readers = asyncio.Semaphore(settings.max_bodies_bytes // settings.max_body_bytes)
+        self._calls = 0
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One call, from its start to its end. Raises UnavailableError `overloaded`."""
+        if self._calls >= self._most:
+            raise self._refused(
+                UnavailableError("overloaded", "The encoder is full: too many gRPC calls at once", retry_after=1.0)
+            )
+        self._calls += 1
         try:
-            return await call(asked)
+            yield
+        finally:
+            self._calls -= 1
+
+    async def read(self, context: Context) -> bytes:
+        """The call's message. Raises UnavailableError `overloaded`, BadRequestError `request_timeout` or `invalid_request`."""
+        try:
+            async with asyncio.timeout(self._grace):
+                await self._readers.acquire()
+        except TimeoutError:
+            text = "The encoder is full: too many gRPC messages on their way"
+            raise self._refused(UnavailableError("overloaded", text, retry_after=1.0)) from None
+        try:
+            async with asyncio.timeout(self._patience):
+                message = await context.read()
+        except TimeoutError:
+            text = f"The message took longer than {self._patience:g} s (--body-grace and --min-body-rate)"
+            raise self._refused(BadRequestError("request_timeout", text)) from None
+        finally:
+            self._readers.release()
+        if message is grpc.aio.EOF:
+            raise BadRequestError("invalid_request", "The call came without a message")
+        return bytes(message)
+
+    def _refused(self, error: TectumError) -> TectumError:
+        self.budget.refused(error)
+        return error
+
+
+def _reporting(
+    call: Callable[[Any], Awaitable[Any]], read: Callable[[bytes], Any], admission: _Admission
+) -> Callable[[Any, Context], Awaitable[Any]]:
+    """The call, admitted, with its failures turned into gRPC statuses. read: makes what it takes of a message."""
+
+    async def admitted(context: Context) -> Any:
+        with admission.call():
+            raw = await admission.read(context)
+            with admission.budget.booked(len(raw)):
+                asked = read(raw)
+                del raw
+                return await call(asked)
+
+    async def handle(_: Any, context: Context) -> Any:
+        try:
+            return await admitted(context)
         except TectumError as error:
-            failure = error
+            failure = error.bare()  # its traceback would keep the message
+        except DecodeError:
+            failure = BadRequestError("invalid_request", "The message is none that this call takes")
         except Exception as error:
             log.exception("a gRPC call failed")
             failure = InternalError("internal", f"Unexpected {type(error).__name__}; the server's log has more")
@@ -162,11 +243,12 @@ class HealthService(health_pb2_grpc.HealthServicer):
         return states(status=states.SERVING if self._health.good() else states.NOT_SERVING)
 
 
-class _TokenNeeded(grpc.aio.ServerInterceptor):
-    """Refuses calls without the bearer token, health excepted."""
+class _Callers(grpc.aio.ServerInterceptor):
+    """Refuses calls without a bearer token where there are some, health excepted, and notes on whose behalf the others come."""
 
-    def __init__(self, tokens: Tokens) -> None:
-        self._tokens = tokens
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._tokens = None if settings.token_file is None else Tokens(settings.token_file)
 
         async def refuse(asked: Any, context: Context) -> None:
             await _abort(context, BadRequestError("unauthorized", "A bearer token is needed: authorization: Bearer …"))
@@ -176,9 +258,18 @@ class _TokenNeeded(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         if details.method.startswith("/grpc.health.v1.Health/"):
             return await continuation(details)
-        given = dict(details.invocation_metadata).get("authorization", "")
-        given = given.encode() if isinstance(given, str) else given
-        return await continuation(details) if self._tokens.accept(given) else self._refusal
+        headers = {name.encode(): _as_bytes(value) for name, value in details.invocation_metadata}
+        tenant: str | None = ""
+        if self._tokens is not None:
+            tenant = self._tokens.tenant_of(headers.get(b"authorization", b""))
+        if tenant is None:
+            return self._refusal
+        tenants.of_caller.set(tenant or named_by_proxy(headers, self._settings))  # a call is a task of its own
+        return await continuation(details)
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
 
 
 def _credentials(settings: Settings) -> Any:
@@ -191,13 +282,18 @@ def _credentials(settings: Settings) -> Any:
 
 
 @asynccontextmanager
-async def grpc_door(doors: Doors, health: Health, settings: Settings) -> AsyncIterator[int]:
+async def grpc_door(doors: Doors, health: Health, settings: Settings, budget: BodyBudget) -> AsyncIterator[int]:
     """The gRPC server, open on `--grpc-port`; yields the port. Raises StartupError `port_in_use`."""
     server = grpc.aio.server(
-        interceptors=[] if settings.token_file is None else [_TokenNeeded(Tokens(settings.token_file))],
-        options=[("grpc.max_receive_message_length", settings.max_body_bytes), ("grpc.so_reuseport", 0)],
+        interceptors=[_Callers(settings)],
+        options=[
+            ("grpc.max_receive_message_length", settings.max_body_bytes),
+            ("grpc.so_reuseport", 0),
+            ("grpc.http2.bdp_probe", 0),  # a guess at the link's capacity would let each unread message fill megabytes
+        ],
+        maximum_concurrent_rpcs=2 * settings.max_connections,  # between the two, calls are told why they are refused
     )
-    server.add_generic_rpc_handlers((Encoder(doors, settings).handlers(),))
+    server.add_generic_rpc_handlers((Encoder(doors, settings, budget).handlers(),))
     health_pb2_grpc.add_HealthServicer_to_server(HealthService(health), server)
     reflection.enable_server_reflection((SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
     host = settings.host.strip("[]")

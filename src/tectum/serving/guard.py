@@ -11,7 +11,7 @@ import base64
 import contextlib
 import hmac
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -127,6 +127,20 @@ class BodyBudget:
         if self.held + more > self.limit:
             text = f"The encoder is full: {self.held} bytes of request bodies (limit {self.limit})"
             raise UnavailableError("overloaded", text, retry_after=1.0)
+
+    @contextlib.contextmanager
+    def booked(self, size: int) -> Iterator[None]:
+        """Holds a body of `size` bytes that came whole, as long as the block runs. Raises UnavailableError `overloaded`."""
+        try:
+            self.check(size)
+        except TectumError as refusal:
+            self.refused(refusal)
+            raise
+        self.held += size
+        try:
+            yield
+        finally:
+            self.held -= size
 
 
 class Upload:
@@ -288,11 +302,13 @@ class Guard:
         elif self._answers_this_host_alone and not _names_this_host(headers.get(b"host", b""), self._settings):
             text = "The Host header is no name of this host: name it in --allowed-hosts, or give the server a token"
             raise BadRequestError("cross_site", text)
-        tenants.of_caller.set(tenant or self._named_by_proxy(headers))
+        tenants.of_caller.set(tenant or named_by_proxy(headers, self._settings))
 
-    def _named_by_proxy(self, headers: dict[bytes, bytes]) -> str:
-        name = self._settings.tenant_header
-        return headers.get(name.lower().encode(), b"").decode("latin-1")[:MAX_TENANT] if name else ""
+
+def named_by_proxy(headers: Mapping[bytes, bytes], settings: Settings) -> str:
+    """The tenant that a trusted proxy names in a call's headers, or empty. Their names are lower case."""
+    name = settings.tenant_header
+    return headers.get(name.lower().encode(), b"").decode("latin-1")[:MAX_TENANT] if name else ""
 
 
 def _names_this_host(host: bytes, settings: Settings) -> bool:

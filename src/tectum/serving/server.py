@@ -40,7 +40,7 @@ from tectum.serving.app import create_app
 from tectum.serving.connection import Connection, ConnectionLimits
 from tectum.serving.dashboard import Recent
 from tectum.serving.discovery import announced, bootstrap_urls
-from tectum.serving.guard import Tokens
+from tectum.serving.guard import BodyBudget, Tokens
 from tectum.serving.health import Health
 from tectum.serving.listen import BACKLOG, bind, bracketed
 from tectum.serving.local import local_door
@@ -143,9 +143,10 @@ async def _serve(
         metrics.watch_reuse(stages.reuse)
         hears = Modality.AUDIO in pool.card["modalities"]
         health, doors = Health(pipeline, pool, settings), Doors(pipeline, sending, settings, hears)
-        app = create_app(pipeline, pool, settings, metrics, doors, health, recent)
+        budget = BodyBudget(settings.max_bodies_bytes, metrics.refused)
+        app = create_app(pipeline, pool, settings, metrics, doors, health, recent, budget)
         if settings.grpc_port is not None:
-            grpc_port = await open_.enter_async_context(_import_grpc_door()(doors, health, settings))
+            grpc_port = await open_.enter_async_context(_import_grpc_door()(doors, health, settings, budget))
             console.print(
                 f"grpc on {bracketed(settings.host.strip('[]'))}:{grpc_port}", highlight=False, soft_wrap=True
             )

@@ -29,6 +29,7 @@ from tectum.delivery.sglang_frames import row_width
 from tectum.errors import BadRequestError, DeliveryError, LifecycleError, StartupError, TectumError
 from tectum.lifecycle.events import Milestone
 from tectum.pipeline.pipeline import Pipeline
+from tectum.serving import tenants
 from tectum.serving.bodies import ReqId, decode
 from tectum.serving.health import Health
 from tectum.serving.native import Answer
@@ -145,11 +146,15 @@ def sizes(metadata: RequestMetadata) -> dict[str, Any]:
 
 
 def encode_request(sources: Sequence[str], modality: Modality, settings: Settings, **facts: Any) -> EncodeRequest:
-    """The request for `sources` as SGLang writes them. Raises BadRequestError `request_too_large`."""
+    """The request for `sources` as SGLang writes them, for the caller's own tenant: SGLang's bodies name none.
+
+    Raises BadRequestError `request_too_large`.
+    """
     if len(sources) > settings.max_items:
         text = f"The request has {len(sources)} items, more than --max-items {settings.max_items}"
         raise BadRequestError("request_too_large", text)
-    return EncodeRequest(items=tuple(media_item(source, modality) for source in sources), **facts)
+    items = tuple(media_item(source, modality) for source in sources)
+    return EncodeRequest(items=items, tenant=tenants.effective(""), **facts)
 
 
 def media_item(source: str, modality: Modality) -> MediaItem:
