@@ -10,7 +10,7 @@ VLLM := .venv-vllm
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-real parity lint format bench sim fuzz protos compat-sglang bench-sglang clean test-ray test-browser docs compat-vllm
+.PHONY: help setup demo test test-real parity lint format bench sim fuzz protos compat-sglang bench-sglang bench-handover clean test-ray test-browser docs compat-vllm
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -74,6 +74,9 @@ format: setup ## Format the code
 
 bench: setup ## Measure the server against its targets (ARGS='--rounds 1 --seconds 2 --null-requests 5000')
 	@$(TEST_ENV) $(BIN)/python -m bench $(ARGS)
+
+bench-handover: setup ## Measure handing rows to a receiver against memcpy and a bare socket (ARGS='--rounds 40')
+	@$(TEST_ENV) $(BIN)/python -m bench.handover $(ARGS)
 
 sim: setup ## Simulate the lifecycle for long (ARGS='--seeds 200000')
 	@$(BIN)/python -m tests.sim --seeds 20000 $(ARGS)

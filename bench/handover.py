@@ -179,7 +179,7 @@ class Filler:
     async def stop(self) -> None: ...
 
     async def prepare(self, request: Any) -> Any:
-        from tectum.pipeline.pipeline import PreparedPart
+        from tectum.pipeline.work import PreparedPart
         from tectum.types import ItemMetadata, Modality, RequestMetadata
 
         rows = request.options["nbytes"] // ROW_BYTES

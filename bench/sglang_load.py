@@ -35,9 +35,7 @@ class Connections:
 
     async def post(self, path: str, body: bytes) -> None:
         reader, writer = self._free.pop() if self._free else await asyncio.open_connection(*self._address)
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        )
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         writer.write(head.encode() + b"\r\n" + body)
         answer = await reader.readuntil(b"\r\n\r\n")
         length = int(answer.lower().split(b"content-length:")[1].split(b"\r\n")[0])

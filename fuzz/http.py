@@ -49,6 +49,9 @@ class Recorder(asyncio.Transport):
         self.written = b""
         self.closed = False
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Nothing is ever buffered here."""
+
     def write(self, data: Any) -> None:
         if not self.closed:
             self.written += bytes(data)

@@ -44,5 +44,5 @@ def test_the_demo_drives_vllm_and_says_so():
     assert done.returncode == 0, done.stderr[-2000:]
     said = json.loads(done.stdout)
     assert (said["engine"], said["answers_right"], len(said["answers"])) == ("vLLM 0.32.0", True, 4)
-    assert said["pulled"] == 3, "three scenes, one picture each; the question about two of them repeats those"
+    assert said["from_tectum"] == 3, "three scenes, one picture each; the question about two of them repeats those"
     assert all(one["answer"] == one["expected"] == one["one_piece"] for one in said["answers"])

@@ -9,7 +9,8 @@ from typing import Any
 from tectum.errors import TectumError
 from tectum.lifecycle.ledger import Limits
 from tectum.pipeline.batcher import Batcher
-from tectum.pipeline.pipeline import Pipeline, PreparedPart, Staged
+from tectum.pipeline.pipeline import Pipeline
+from tectum.pipeline.work import PreparedPart, Staged
 from tectum.types import Destination, EncodeRequest, ItemMetadata, MediaItem, Modality, RequestMetadata
 from tests.sim.virtual_loop import run
 

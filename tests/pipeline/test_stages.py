@@ -13,8 +13,8 @@ from tectum.errors import BadRequestError, UnavailableError
 from tectum.models.load import load_adapter
 from tectum.pipeline import stages as module
 from tectum.pipeline.local import LocalEncoder
-from tectum.pipeline.pipeline import Staged
 from tectum.pipeline.stages import Stages
+from tectum.pipeline.work import Staged
 from tectum.types import EncodeRequest, MediaItem, Modality
 from tests import zoo
 

@@ -14,7 +14,7 @@ import pytest
 from tectum.demo.encoder_process import EncoderProcess
 from tectum.errors import BadRequestError, UnavailableError
 from tectum.lifecycle.events import Reason
-from tectum.pipeline.pipeline import Job, PreparedPart
+from tectum.pipeline.work import Job, PreparedPart
 from tectum.serving.dashboard import PAGES, Recent
 from tectum.types import EncodeRequest, ItemMetadata, MediaItem, Modality, RequestMetadata
 from tests.serving.test_native import gauges, jpeg, until

@@ -18,7 +18,8 @@ from tectum.errors import BadRequestError, DeliveryError, InternalError, TectumE
 from tectum.lifecycle import events as E
 from tectum.lifecycle.ledger import Ledger, Limits
 from tectum.pipeline.batcher import Batcher
-from tectum.pipeline.pipeline import Pipeline, PreparedPart, Staged
+from tectum.pipeline.pipeline import Pipeline
+from tectum.pipeline.work import PreparedPart, Staged
 from tectum.types import Destination, EncodeRequest, ItemMetadata, MediaItem, Modality, RequestMetadata
 from tests.sim.checkers import Checker, ViolationError, all_checkers
 from tests.sim.program import MILESTONE

@@ -18,8 +18,8 @@ from tectum.config import Settings
 from tectum.errors import InternalError, TectumError, UnavailableError
 from tectum.models.load import load_adapter
 from tectum.pipeline.local import LocalEncoder
-from tectum.pipeline.pipeline import PreparedPart, Staged
 from tectum.pipeline.stages import Stages
+from tectum.pipeline.work import PreparedPart, Staged
 from tectum.types import EncodeRequest
 from tectum.workers.messages import LENGTH, Encode
 from tectum.workers.remote import RemoteLine

@@ -116,7 +116,7 @@ def _unsent(
         header[name] = {"dtype": _CODES[kind], "shape": shape, "data_offsets": (end, end + len(data))}
         end += len(data)
     header["xxh3"] = {"dtype": "U8", "shape": (SUM_BYTES,), "data_offsets": (end, end + SUM_BYTES)}
-    text = json.dumps(header).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     head = memoryview(len(text).to_bytes(8, "little") + text)
     return Unsent(len(head) + end + SUM_BYTES, (head, *(data for _, _, data in tensors.values())))

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tectum.pipeline.pipeline import Job
+    from tectum.pipeline.work import Job
 
 #: a request of more than this share of a batch is large
 LARGE_SHARE = 1 / 4

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from tectum.config import Settings
 from tectum.errors import BadRequestError, UnavailableError
 from tectum.items import MediaLike, as_media_items
-from tectum.pipeline.pipeline import Job, Pipeline
+from tectum.pipeline.pipeline import Pipeline
 from tectum.pipeline.service import running_pipeline
 from tectum.pipeline.stages import Stages
+from tectum.pipeline.work import Job
 from tectum.types import Embedding, EncodeRequest, Modality
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from tectum.delivery.staging import Lease, StagingPool
 from tectum.errors import TectumError
 from tectum.media.policy import MediaPolicy
 from tectum.pipeline.limits import fuses
-from tectum.pipeline.pipeline import PreparedPart
 from tectum.pipeline.threads import run_to_end
 from tectum.pipeline.unit import EncoderUnit
+from tectum.pipeline.work import PreparedPart
 from tectum.types import EncodeRequest
 
 if TYPE_CHECKING:

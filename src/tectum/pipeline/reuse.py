@@ -19,8 +19,8 @@ from tectum.delivery.staging import Lease
 from tectum.errors import TectumError
 from tectum.media.policy import MediaPolicy
 from tectum.media.source import item_bytes
-from tectum.pipeline.pipeline import PreparedPart
 from tectum.pipeline.threads import run_to_end
+from tectum.pipeline.work import PreparedPart
 from tectum.types import EncodeRequest, MediaItem, RequestMetadata
 
 T = TypeVar("T")

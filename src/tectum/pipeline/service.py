@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 from tectum.config import Settings
 from tectum.pipeline.batcher import Batcher
 from tectum.pipeline.limits import lifecycle_limits
-from tectum.pipeline.pipeline import Observer, Pipeline
+from tectum.pipeline.pipeline import Pipeline
 from tectum.pipeline.stages import Stages
+from tectum.pipeline.work import Observer
 
 
 @asynccontextmanager

@@ -20,8 +20,8 @@ from tectum.errors import BadRequestError, TectumError, UnavailableError
 from tectum.media.fetch import Fetcher
 from tectum.media.policy import MediaPolicy
 from tectum.media.source import needs_fetch
-from tectum.pipeline.pipeline import PreparedPart, Staged
 from tectum.pipeline.reuse import Reuse
+from tectum.pipeline.work import PreparedPart, Staged
 from tectum.types import Destination, EncodeRequest, MediaItem
 
 

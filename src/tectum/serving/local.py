@@ -19,7 +19,8 @@ from typing import Any
 
 from tectum.delivery import local
 from tectum.errors import BadRequestError, LifecycleError, StartupError, TectumError
-from tectum.pipeline.pipeline import Pipeline, Staged
+from tectum.pipeline.pipeline import Pipeline
+from tectum.pipeline.work import Staged
 
 log = logging.getLogger("tectum.local")
 

@@ -14,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 from tectum.config import Settings
 from tectum.delivery import wire
 from tectum.lifecycle.events import Milestone, Reason
-from tectum.pipeline.pipeline import Job, Pipeline
+from tectum.pipeline.pipeline import Pipeline
+from tectum.pipeline.work import Job
 from tectum.serving.bodies import REQ_ID, read_encode_request
 from tectum.serving.connection import ABORT
 from tectum.serving.presence import CHUNK, Caller

@@ -32,9 +32,10 @@ from tectum.delivery.base import Deliveries, deliveries
 from tectum.errors import StartupError
 from tectum.observe import logs, trace
 from tectum.observe.metrics import Metrics
-from tectum.pipeline.pipeline import Observer, Pipeline
+from tectum.pipeline.pipeline import Pipeline
 from tectum.pipeline.service import running_pipeline
 from tectum.pipeline.stages import Stages
+from tectum.pipeline.work import Observer
 from tectum.serving.app import create_app
 from tectum.serving.connection import Connection, ConnectionLimits
 from tectum.serving.dashboard import Recent

@@ -17,8 +17,8 @@ from tectum.config import Settings
 from tectum.delivery.staging import Lease, StagingPool
 from tectum.errors import BadRequestError, StartupError, TectumError, UnavailableError
 from tectum.pipeline.limits import fuses
-from tectum.pipeline.pipeline import PreparedPart
 from tectum.pipeline.threads import outlast
+from tectum.pipeline.work import PreparedPart
 from tectum.types import EncodeRequest
 from tectum.workers import messages
 from tectum.workers.line import EncoderLine, Launcher
