@@ -476,3 +476,15 @@ def test_a_tls_handshake_that_never_ends_is_cut(tiny, papers):
             silent.settimeout(10)  # uvicorn's own limit is a minute
             assert silent.recv(1) == b""
         assert httpx2.get(f"{process.url}/health/live", verify=trusting(papers), trust_env=False).status_code == 200
+
+
+def test_a_connection_that_was_never_used_is_no_refusal(tiny):
+    """One is opened and left, one sends half a head: both are closed in time, and the second alone counts."""
+    with EncoderProcess(tiny, "--forward-threads", "1", "--head-timeout", "1") as process:
+        address = ("127.0.0.1", int(process.url.rsplit(":", 1)[1]))
+        with socket.create_connection(address, 10) as unused, socket.create_connection(address, 10) as slow:
+            slow.sendall(b"GET /health/live HTTP/1.1\r\n")
+            assert unused.recv(1) == b""
+            assert slow.recv(12) == b"HTTP/1.1 408"
+        metrics = httpx2.get(f"{process.url}/metrics", trust_env=False).text
+        assert 'encoder_refusals_total{code="request_timeout"} 1.0' in metrics

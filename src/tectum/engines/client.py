@@ -16,7 +16,7 @@ import httpx2
 
 from tectum.delivery import wire
 from tectum.engines.tls import HUNG_UP, Cert, Verify, client_context, handshake_failure
-from tectum.errors import InternalError, TectumError, UnavailableError
+from tectum.errors import BadRequestError, InternalError, TectumError, UnavailableError
 from tectum.items import MediaLike, as_media_items
 from tectum.types import Embedding, MediaItem, Modality
 
@@ -49,6 +49,9 @@ def _encode_call(
     deadline_ms: int | None,
     modality: str,
 ) -> _Call:
+    if modality not in list(Modality):
+        text = f"{str(modality)[:40]!r} is no modality; there are {', '.join(Modality)}"
+        raise BadRequestError("unsupported_modality", text)
     media = as_media_items(items, Modality(modality))
     body: dict[str, Any] = {
         "items": [_describe(index, item) for index, item in enumerate(media)],
