@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import trustme
 
 from tectum.demo.encoder_process import EncoderProcess
 from tectum.models.tiny import build_tiny_qwen2_5_vl
@@ -42,3 +43,23 @@ def server(tiny: Path) -> Iterator[EncoderProcess]:
     )
     with EncoderProcess(tiny, *flags) as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Certificates: the server's, a client's of the right authority, and a client's of another."""
+    folder = tmp_path_factory.mktemp("papers")
+    ours, theirs = trustme.CA(), trustme.CA()
+    found = {"ca": folder / "ca.pem"}
+    ours.cert_pem.write_to_path(str(found["ca"]))
+    server = ours.issue_cert("127.0.0.1", "localhost")
+    for name, cert in (
+        ("server", server),
+        ("friend", ours.issue_cert("friend@example.org")),
+        ("stranger", theirs.issue_cert("s@example.org")),
+    ):
+        found[name], found[f"{name}-key"] = folder / f"{name}.pem", folder / f"{name}.key"
+        cert.private_key_pem.write_to_path(str(found[f"{name}-key"]))
+        for number, pem in enumerate(cert.cert_chain_pems):
+            pem.write_to_path(str(found[name]), append=number > 0)
+    return found

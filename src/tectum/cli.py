@@ -166,6 +166,11 @@ def encode(
     model: Annotated[str | None, typer.Option(help="Folder or hub id, where the encoder runs here.")] = None,
     modality: Annotated[Modality, typer.Option(help="What the items are, all of them.")] = Modality.IMAGE,
     token_file: Annotated[Path | None, typer.Option(help="File that holds the server's bearer token.")] = None,
+    ca_file: Annotated[
+        Path | None, typer.Option(help="PEM file of the authority of the server's certificate (https).")
+    ] = None,
+    cert_file: Annotated[Path | None, typer.Option(help="PEM file of your own certificate, for mutual TLS.")] = None,
+    key_file: Annotated[Path | None, typer.Option(help="PEM file of its key.")] = None,
     min_pixels: Annotated[int | None, typer.Option(help="Processor option: upscale below this many pixels.")] = None,
     max_pixels: Annotated[int | None, typer.Option(help="Processor option: downscale above this many pixels.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the server.")] = 120.0,
@@ -181,7 +186,8 @@ def encode(
     if not out.parent.is_dir():  # said before the work, not after it
         raise StartupError("invalid_settings", f"out: there is no folder {out.parent}")
     if url is not None:
-        embedding = _encode_there(url, files, asked, token_file, timeout)
+        papers = (ca_file, cert_file, key_file)
+        embedding = _encode_there(url, files, asked, token=_token(token_file), timeout=timeout, **_papers(*papers))
     else:
         encoder = _needs_serve("tectum.pipeline.encoder", "Encoder")
         with encoder(model, **{name: value for name, value in (settings or {}).items() if value is not None}) as here:
@@ -193,12 +199,20 @@ def encode(
     )
 
 
-def _encode_there(url: str, files: list[str], asked: dict[str, Any], token_file: Path | None, timeout: float) -> Any:
+def _papers(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> dict[str, Any]:
+    """What `Client` takes for these files. Raises StartupError `invalid_settings`."""
+    if (cert_file is None) != (key_file is None):
+        raise StartupError("invalid_settings", "cert_file and key_file go together")
+    cert = None if cert_file is None else (cert_file, key_file)
+    return {"verify": True if ca_file is None else ca_file, "cert": cert}
+
+
+def _encode_there(url: str, files: list[str], asked: dict[str, Any], **options: Any) -> Any:
     from tectum.engines.client import Client
 
     if not url.startswith(("http://", "https://")):
         raise StartupError("invalid_settings", "url: give it with its scheme, such as http://127.0.0.1:30100")
-    with Client(url, token=_token(token_file), timeout=timeout) as client:
+    with Client(url, **options) as client:
         return client.encode(files, **asked)
 
 

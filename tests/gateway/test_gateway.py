@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from tectum import Client
-from tectum.demo.encoder_process import EncoderProcess
+from tectum.demo.encoder_process import EncoderProcess, ServerProcess
 from tectum.engines.pull import Receiver
 from tectum.errors import BadRequestError, StartupError, TectumError
 from tectum.serving.gateway import Chat, GatewaySettings, create_app, form_of
@@ -325,3 +325,13 @@ def test_broken_bodies_raise_nothing_but_their_own_errors(seed):
             pass
         except TectumError as error:
             raise AssertionError(error) from error
+
+
+def test_the_command_serves_until_sigterm_and_ends_well(server, engine):
+    with running(engine) as engine_url:
+        command = ("gateway", "--encoders", server.url, "--engine", engine_url, "--port", "0")
+        with ServerProcess(*command) as process:
+            post(process.url, chat(data_uri(7))).raise_for_status()
+            assert process.stop() == 0
+    assert not [line for line in process.lines if "Traceback" in line]
+    settled(server.url)

@@ -98,6 +98,8 @@ def test_a_thin_picture_is_refused_by_its_index_with_the_limit(colocated):
     with pytest.raises(BadRequestError, match=r"218\.6 to 1.*200 to 1") as refusal:
         adapter.prepare([zoo.picture(64, 64), zoo.picture(1093, 5)], {})
     assert refusal.value.item == 1
+    with pytest.raises(BadRequestError, match=r"sides are 2000 to 1; this family takes at most 200 to 1"):
+        adapter.prepare([zoo.picture(2000, 1)], {})
 
 
 def test_planted_wrong_rows_are_seen(colocated):

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from tectum.demo.encoder_process import EncoderProcess
-from tectum.errors import BadRequestError
+from tectum.errors import BadRequestError, UnavailableError
 from tectum.observe import logs
 from tests.pipeline.harness import inline, request, scenario
 from tests.serving.test_native import jpeg
@@ -92,3 +92,23 @@ def test_a_server_logs_json_with_the_callers_id(tiny):
         written = [json.loads(line) for line in server.lines if line.startswith("{")]
     (line,) = (line for line in written if line["message"] == "request ended")
     assert (line["req_id"], line["status"], line["rows"]) == ("mine", "ok", 64)
+
+
+def test_a_drain_writes_no_line_for_each_caller_that_it_refuses(lines):
+    """Ten callers that come too late leave none at info, and one each for whoever looks for them; others are told as ever."""
+
+    async def late(pipeline, work):
+        pipeline._observers = (logs.RequestLog(),)
+        await pipeline.drain(1)
+        told = await asyncio.gather(
+            *(inline(pipeline, request(f"late-{i}")) for i in range(10)), return_exceptions=True
+        )
+        assert {error.code for error in told} == {"shutting_down"}
+
+    for level, count in (("info", 0), ("debug", 10)):
+        written = lines("text", level)
+        scenario(late)
+        assert len([line for line in written() if "request refused" in line]) == count
+    written = lines("text")
+    logs.RequestLog().refused(UnavailableError("overloaded", "The encoder is full: 1 live requests (limit 1)"))
+    assert " INFO tectum.request request refused status=503 code=overloaded" in written()[0]

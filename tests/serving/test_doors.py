@@ -13,7 +13,6 @@ from pathlib import Path
 import grpc
 import httpx2
 import pytest
-import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from starlette.responses import PlainTextResponse
 
@@ -26,26 +25,6 @@ from tectum.serving.bodies import decode_encode_body
 from tectum.serving.guard import BodyBudget, Guard, Tokens, Upload
 from tectum.serving.tls import tls_context
 from tests.sglang.conftest import grpc_target
-
-
-@pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Certificates: the server's, a client's of the right authority, and a client's of another."""
-    folder = tmp_path_factory.mktemp("papers")
-    ours, theirs = trustme.CA(), trustme.CA()
-    found = {"ca": folder / "ca.pem"}
-    ours.cert_pem.write_to_path(str(found["ca"]))
-    server = ours.issue_cert("127.0.0.1", "localhost")
-    for name, cert in (
-        ("server", server),
-        ("friend", ours.issue_cert("friend@example.org")),
-        ("stranger", theirs.issue_cert("s@example.org")),
-    ):
-        found[name], found[f"{name}-key"] = folder / f"{name}.pem", folder / f"{name}.key"
-        cert.private_key_pem.write_to_path(str(found[f"{name}-key"]))
-        for number, pem in enumerate(cert.cert_chain_pems):
-            pem.write_to_path(str(found[name]), append=number > 0)
-    return found
 
 
 def trusting(papers: dict[str, Path], client: str | None = None) -> ssl.SSLContext:
@@ -497,3 +476,15 @@ def test_a_tls_handshake_that_never_ends_is_cut(tiny, papers):
             silent.settimeout(10)  # uvicorn's own limit is a minute
             assert silent.recv(1) == b""
         assert httpx2.get(f"{process.url}/health/live", verify=trusting(papers), trust_env=False).status_code == 200
+
+
+def test_a_connection_that_was_never_used_is_no_refusal(tiny):
+    """One is opened and left, one sends half a head: both are closed in time, and the second alone counts."""
+    with EncoderProcess(tiny, "--forward-threads", "1", "--head-timeout", "1") as process:
+        address = ("127.0.0.1", int(process.url.rsplit(":", 1)[1]))
+        with socket.create_connection(address, 10) as unused, socket.create_connection(address, 10) as slow:
+            slow.sendall(b"GET /health/live HTTP/1.1\r\n")
+            assert unused.recv(1) == b""
+            assert slow.recv(12) == b"HTTP/1.1 408"
+        metrics = httpx2.get(f"{process.url}/metrics", trust_env=False).text
+        assert 'encoder_refusals_total{code="request_timeout"} 1.0' in metrics

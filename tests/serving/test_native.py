@@ -175,6 +175,37 @@ def test_three_megabytes_of_nonsense_are_not_echoed(server):
     assert "!!!!" not in answer.text
 
 
+@pytest.mark.parametrize("kind", ["live", "ready", "progress", ""])
+def test_a_probe_may_ask_for_the_head_alone(server, kind):
+    """As GET answers, without the body; on a connection that goes on."""
+    path = f"/health/{kind}".rstrip("/")
+    with httpx2.Client(base_url=server.url) as client:
+        head, get = client.head(path), client.get(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert {**head.headers} == {**get.headers}
+        assert int(head.headers["content-length"]) > 0
+    assert not any("head" in methods for methods in httpx2.get(f"{server.url}/openapi.json").json()["paths"].values())
+
+
+@pytest.mark.parametrize("modality", ["smell", "", None, "IMAGE"])
+def test_a_modality_that_is_none_is_refused_before_anything_is_sent(modality):
+    with Client("http://127.0.0.1:9") as client, pytest.raises(BadRequestError) as caught:
+        client.encode(jpeg(), modality=modality)
+    assert caught.value.code == "unsupported_modality"
+    assert caught.value.message == f"{str(modality)!r} is no modality; there are image, video, audio"
+
+
+def test_who_wants_content_keys_is_not_joined_to_who_does_not(server):
+    body = {"req_id": "keys", "items": [{"type": "image", "data": base64.b64encode(jpeg()).decode()}]}
+    body["delivery"] = {"mode": "hold"}
+    assert "content_keys" not in post(server, body).json()
+    conflict = post(server, {**body, "content_keys": True})
+    assert (conflict.status_code, conflict.json()["code"]) == (409, "request_conflict")
+    httpx2.delete(f"{server.url}/v1/requests/keys").raise_for_status()
+    assert post(server, {**body, "req_id": "keys-too", "content_keys": True}).json()["content_keys"]
+    httpx2.delete(f"{server.url}/v1/requests/keys-too").raise_for_status()
+
+
 def test_unknown_and_never_seen(server, client):
     assert httpx2.get(f"{server.url}/nothing").json()["code"] == "not_found"
     assert httpx2.put(f"{server.url}/v1/encode").json()["code"] == "method_not_allowed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import httpx2
 import pytest
 import torch
 
@@ -232,3 +233,9 @@ def test_the_answer_is_json_that_sglangs_client_reads(server):
     answer = server.post("/encode", server.part("form", [b"x"]))
     assert answer.headers["content-type"].startswith("application/json")
     assert {"status", "message", "req_id"} <= set(json.loads(answer.content))
+
+
+@pytest.mark.parametrize("path", ["/health", "/health_generate"])
+def test_a_probe_may_ask_for_the_head_alone(server, encoder_a, path):
+    answer = httpx2.head(encoder_a.url + path, trust_env=False)
+    assert (answer.status_code, answer.content) == (200, b"")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
 from PIL import Image
 
 from tectum.bench.null import NullUnit
+from tectum.config import Settings
 from tectum.media.decode import Looked, open_item
 from tectum.media.policy import MediaPolicy
 from tectum.types import EncodeRequest, Modality
@@ -92,3 +96,32 @@ def test_what_the_look_refuses_is_answered_and_nothing_is_kept(at_work):
 )
 def test_only_pictures_of_few_bytes_are_looked_at(modality, item, small):
     assert worker.may_be_small(Prepare(1, "r", modality, 1, 0, {}, [item])) is small
+
+
+@pytest.mark.parametrize("model", ["tiny", "missing"])
+def test_a_service_that_stops_while_its_encoder_loads_is_no_error(tiny, tmp_path, model):
+    """The process has its order, and then nobody listens to how that goes, or that it failed."""
+    ours, theirs = socket.socketpair()
+    staging = os.memfd_create("staging")
+    os.ftruncate(staging, 4096)
+    try:
+        with theirs:
+            command = [sys.executable, "-m", "tectum.workers.worker", str(theirs.fileno()), str(staging)]
+            process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(), staging),
+                stderr=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                text=True,
+            )
+        folder = {"tiny": tiny, "missing": tmp_path / "missing"}[model]
+        with ours:
+            settings = Settings(forward_threads=1).model_dump(mode="json")
+            ours.sendall(messages.frame(messages.Start(str(folder), 0, settings)))
+        _, said = process.communicate(timeout=60)
+    finally:
+        os.close(staging)
+    assert process.returncode == 0, said
+    assert "Traceback" not in said
+    assert len(said.splitlines()) == 1, said
+    assert "nobody waits for this encoder any more: BrokenPipeError" in said

@@ -95,7 +95,7 @@ class Links:
         """Raises StartupError `invalid_settings` for anything but http://HOST[:PORT]."""
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
-            raise StartupError("invalid_settings", "url: the load goes to http:// addresses only")
+            raise StartupError("invalid_settings", "url: the load speaks no TLS and goes to http:// addresses only")
         self.host = parts.hostname
         self.port = parts.port or 80
         self._idle: list[Link] = []

@@ -7,6 +7,7 @@ until rows arrive.
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,7 +15,8 @@ from typing import Any, Literal
 import httpx2
 
 from tectum.delivery import wire
-from tectum.errors import InternalError, TectumError, UnavailableError
+from tectum.engines.tls import HUNG_UP, Cert, Verify, client_context, handshake_failure
+from tectum.errors import BadRequestError, InternalError, TectumError, UnavailableError
 from tectum.items import MediaLike, as_media_items
 from tectum.types import Embedding, MediaItem, Modality
 
@@ -47,6 +49,9 @@ def _encode_call(
     deadline_ms: int | None,
     modality: str,
 ) -> _Call:
+    if modality not in list(Modality):
+        text = f"{str(modality)[:40]!r} is no modality; there are {', '.join(Modality)}"
+        raise BadRequestError("unsupported_modality", text)
     media = as_media_items(items, Modality(modality))
     body: dict[str, Any] = {
         "items": [_describe(index, item) for index, item in enumerate(media)],
@@ -85,6 +90,10 @@ def _checked(response: httpx2.Response) -> httpx2.Response:
 
 
 def _unreachable(url: str, error: Exception) -> UnavailableError:
+    if (reason := handshake_failure(error)) is not None:
+        return UnavailableError("server_unreachable", f"No TLS with the encoder: {reason}")
+    if url.startswith("https:") and isinstance(error, (httpx2.RemoteProtocolError, httpx2.ReadError)):
+        return UnavailableError("server_unreachable", f"No answer from the encoder: {HUNG_UP}")
     return UnavailableError("server_unreachable", f"The encoder at {url} did not answer ({type(error).__name__})")
 
 
@@ -97,9 +106,10 @@ def _timed(response: httpx2.Response) -> TimedEmbedding:
     return TimedEmbedding(wire.unpack(response.content), seconds)
 
 
-def _options(url: str, token: str | None, timeout: float) -> dict[str, Any]:
+def _options(url: str, token: str | None, timeout: float, verify: Verify, cert: Cert | None) -> dict[str, Any]:
     return {
         "base_url": url,
+        "verify": client_context(url, verify, cert) or True,
         "timeout": timeout,
         "headers": {"authorization": f"Bearer {token}"} if token else {},
         "limits": httpx2.Limits(keepalive_expiry=KEEP_ALIVE),
@@ -110,14 +120,24 @@ def _options(url: str, token: str | None, timeout: float) -> dict[str, Any]:
 class Client:
     """Calls one Tectum server. Thread-safe; use it as a context manager or `close()` it.
 
-    url: `http://host:port`. token: the server's bearer token. timeout: seconds for one call.
-    Every method raises the server's own error (a TectumError with code and status), or UnavailableError
-    `server_unreachable`.
+    url: `http://host:port` or `https://host:port`. token: the server's bearer token. timeout: seconds for one call.
+    verify: whose certificates are believed: the system's authorities (True), those of a PEM file, nobody's (False: all are
+    taken), or as an ssl.SSLContext says. cert: PEM files of our own certificate and its key, for mutual TLS.
+    Raises StartupError `invalid_settings` for files that cannot be used. Every method raises the server's own error (a
+    TectumError with code and status), or UnavailableError `server_unreachable`.
     """
 
-    def __init__(self, url: str, *, token: str | None = None, timeout: float = 120.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout: float = 120.0,
+        verify: Verify = True,
+        cert: Cert | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
-        self._http = httpx2.Client(**_options(self.url, token, timeout))
+        self._http = httpx2.Client(**_options(self.url, token, timeout, verify, cert))
 
     def encode(
         self,
@@ -181,7 +201,7 @@ class Client:
     def _send(self, call: _Call) -> httpx2.Response:
         try:
             return _checked(self._http.request(call.method, call.path, **call.content))
-        except (httpx2.TransportError, httpx2.InvalidURL) as error:
+        except (httpx2.TransportError, httpx2.InvalidURL, ssl.SSLError) as error:
             raise _unreachable(self.url, error) from None
 
     def close(self) -> None:
@@ -197,9 +217,17 @@ class Client:
 class AsyncClient:
     """As `Client`, for an event loop. Cancelling a call hangs up, and the server gives the request up."""
 
-    def __init__(self, url: str, *, token: str | None = None, timeout: float = 120.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout: float = 120.0,
+        verify: Verify = True,
+        cert: Cert | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
-        self._http = httpx2.AsyncClient(**_options(self.url, token, timeout))
+        self._http = httpx2.AsyncClient(**_options(self.url, token, timeout, verify, cert))
 
     async def encode(
         self,
@@ -246,7 +274,7 @@ class AsyncClient:
     async def _send(self, call: _Call) -> httpx2.Response:
         try:
             return _checked(await self._http.request(call.method, call.path, **call.content))
-        except (httpx2.TransportError, httpx2.InvalidURL) as error:
+        except (httpx2.TransportError, httpx2.InvalidURL, ssl.SSLError) as error:
             raise _unreachable(self.url, error) from None
 
     async def aclose(self) -> None:

@@ -73,11 +73,13 @@ class Want:
 
 
 class Encoders(NamedTuple):
-    """Who may be asked, and how. timeout: seconds for one item."""
+    """Who may be asked, and how. timeout: seconds for one item. verify, cert: as in `Client`, files by their names."""
 
     urls: tuple[str, ...]
     token: str | None
     timeout: float
+    verify: str | bool = True
+    cert: tuple[str, str] | None = None
 
 
 def check(document: Document, want: Want, shape: Shape) -> None:
@@ -190,7 +192,8 @@ class _Process:
         self._line = line
         self._memory = memory
         self._shape = Shape(*start["shape"])
-        self._receivers = {url: Receiver(url, token=start["token"], timeout=start["timeout"]) for url in start["urls"]}
+        how = {name: start[name] for name in ("token", "timeout", "verify", "cert")}
+        self._receivers = {url: Receiver(url, **how) for url in start["urls"]}
         self._threads = ThreadPoolExecutor(THREADS, "tectum-fetch")
         self._lock = threading.Lock()
 

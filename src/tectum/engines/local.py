@@ -20,6 +20,7 @@ from typing import Any
 from tectum.delivery import local
 from tectum.delivery.document import Document
 from tectum.engines.pull import Receiver
+from tectum.engines.tls import Cert, Verify
 from tectum.errors import DeliveryError, TectumError, UnavailableError
 
 
@@ -114,11 +115,20 @@ class LocalReceiver:
 class HostReceiver:
     """The nearest way to an encoder's rows: its staging memory where its socket is here, else HTTP. Thread-safe.
 
-    url, token, timeout: as of `Receiver`. path: the encoder's `--local-socket`; it may come and go.
+    url, token, timeout, verify, cert: as of `Receiver`. path: the encoder's `--local-socket`; it may come and go.
     """
 
-    def __init__(self, url: str, path: str | Path | None, *, token: str | None = None, timeout: float = 30.0) -> None:
-        self._http = Receiver(url, token=token, timeout=timeout)
+    def __init__(
+        self,
+        url: str,
+        path: str | Path | None,
+        *,
+        token: str | None = None,
+        timeout: float = 30.0,
+        verify: Verify = True,
+        cert: Cert | None = None,
+    ) -> None:
+        self._http = Receiver(url, token=token, timeout=timeout, verify=verify, cert=cert)
         self._path = path
         self._timeout = timeout
         self._local: LocalReceiver | None = None

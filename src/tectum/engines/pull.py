@@ -21,6 +21,7 @@ from urllib.parse import quote, urlsplit
 from tectum.delivery import document
 from tectum.delivery.document import Document
 from tectum.delivery.wire import Sum
+from tectum.engines.tls import HUNG_UP, Cert, Verify, client_context, handshake_failure
 from tectum.errors import DeliveryError, InternalError, TectumError, UnavailableError
 
 #: longest head of an answer, and longest error body, that is read (bytes)
@@ -73,6 +74,7 @@ class _Answer:
         self._body: memoryview | None = None
         self._error: tuple[int, Mapping[str, str]] | None = None
         self.checksum: Sum | None = None
+        self.begun = False
         self.done = False
 
     def space(self) -> memoryview:
@@ -80,6 +82,7 @@ class _Answer:
 
     def took(self, count: int) -> None:
         self._filled += count
+        self.begun = True
         if self._body is None:
             self._look_for_head()
         if self._body is not None and self.checksum is not None:
@@ -149,7 +152,22 @@ def _late(seconds: float) -> UnavailableError:
     return UnavailableError("server_unreachable", f"The encoder did not deliver within {seconds:g} s (Timeout)")
 
 
-def _unreachable(error: Exception) -> UnavailableError:
+def _heard(answer: _Answer, tls: ssl.SSLContext | None) -> _Answer:
+    """The answer, unless there is none and TLS may be why. Raises UnavailableError `server_unreachable`."""
+    if tls is not None and not answer.begun:
+        raise _hung_up()
+    return answer
+
+
+def _hung_up() -> UnavailableError:
+    return UnavailableError("server_unreachable", f"No answer from the encoder: {HUNG_UP}")
+
+
+def _unreachable(error: Exception, tls: ssl.SSLContext | None) -> UnavailableError:
+    if (reason := handshake_failure(error)) is not None:
+        return UnavailableError("server_unreachable", f"No TLS with the encoder: {reason}")
+    if tls is not None and isinstance(error, ConnectionResetError):
+        return _hung_up()
     return UnavailableError("server_unreachable", f"The encoder did not answer ({type(error).__name__})")
 
 
@@ -157,16 +175,22 @@ class Receiver:
     """Pulls from one encoder; blocks. Thread-safe: each pull has a connection of its own.
 
     url: `http(s)://host:port`. token: the encoder's bearer token. timeout: seconds for one call in all, however slowly
-    bytes trickle in.
+    bytes trickle in. verify, cert: as in `Client`. Raises StartupError `invalid_settings` for files that cannot be used.
     """
 
     def __init__(
-        self, url: str, *, token: str | None = None, timeout: float = 30.0, tls: ssl.SSLContext | None = None
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout: float = 30.0,
+        verify: Verify = True,
+        cert: Cert | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._server = _server(url, token)
         self._timeout = timeout
-        self._tls = tls or (ssl.create_default_context() if self._server.secure else None)
+        self._tls = client_context(url, verify, cert)
         self._open: set[socket.socket] = set()
 
     def pull(self, req_id: str, allocate: Allocate = _new_buffer) -> Document:
@@ -204,8 +228,8 @@ class Receiver:
         except TimeoutError:
             raise _late(self._timeout) from None
         except OSError as error:
-            raise _unreachable(error) from None
-        return answer
+            raise _unreachable(error, self._tls) from None
+        return _heard(answer, self._tls)
 
     def _connect(self) -> socket.socket:
         connection = socket.create_connection((self._server.host, self._server.port), self._timeout)
@@ -232,12 +256,18 @@ class AsyncReceiver:
     """As `Receiver`, for an event loop. Cancelling a call hangs up; then nothing is written to the buffer any more."""
 
     def __init__(
-        self, url: str, *, token: str | None = None, timeout: float = 30.0, tls: ssl.SSLContext | None = None
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout: float = 30.0,
+        verify: Verify = True,
+        cert: Cert | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._server = _server(url, token)
         self._timeout = timeout
-        self._tls = tls or (ssl.create_default_context() if self._server.secure else None)
+        self._tls = client_context(url, verify, cert)
 
     async def pull(self, req_id: str, allocate: Allocate = _new_buffer) -> Document:
         """As `Receiver.pull`. Rows are summed as they come, a little at a time, so that the event loop goes on."""
@@ -264,11 +294,11 @@ class AsyncReceiver:
         except TimeoutError:
             raise _late(self._timeout) from None
         except OSError as error:
-            raise _unreachable(error) from None
+            raise _unreachable(error, self._tls) from None
         finally:
             if isinstance(transport, asyncio.Transport):
                 transport.abort()
-        return answer
+        return _heard(answer, self._tls)
 
 
 class _Into(asyncio.BufferedProtocol):

@@ -37,6 +37,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 
 from tectum.engines.fetcher import Encoders, Shape, Source, Want
 from tectum.engines.row_store import RowStore
+from tectum.engines.tls import client_context
 from tectum.errors import StartupError
 from tectum.types import DTYPE_BYTES, Grid
 
@@ -65,6 +66,9 @@ class ConnectorSettings(BaseModel):
     url: str | None = Field(None, description="The encoder.")
     urls: tuple[str, ...] = Field((), description="The encoders, where there are several.")
     token_file: Path | None = Field(None, description="File whose first line is the encoders' bearer token.")
+    ca_file: Path | None = Field(None, description="PEM file of the authority of the encoders' certificates (https).")
+    cert_file: Path | None = Field(None, description="PEM file of our own certificate, for mutual TLS.")
+    key_file: Path | None = Field(None, description="PEM file of its key.")
     fetch_timeout: float = Field(30.0, gt=0, le=600, description="Seconds that the rows of one item may take.")
     buffer_bytes: int = Field(1 << 30, ge=1 << 20, description="Most bytes of rows held for workers to load.")
     local_encode: bool = Field(
@@ -75,11 +79,21 @@ class ConnectorSettings(BaseModel):
     def _some_encoder(self) -> ConnectorSettings:
         if (self.url is None) == (not self.urls):
             raise ValueError("give url (one encoder) or urls (several)")
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file go together")
         return self
 
     @property
     def encoders(self) -> tuple[str, ...]:
         return tuple(url.rstrip("/") for url in (self.urls or (self.url or "",)))
+
+    def asked(self) -> Encoders:
+        """Who is asked for rows, and how. Raises StartupError `invalid_settings` for certificates that cannot be used."""
+        verify = True if self.ca_file is None else str(self.ca_file)
+        cert = None if self.cert_file is None or self.key_file is None else (str(self.cert_file), str(self.key_file))
+        for url in self.encoders:
+            client_context(url, verify, cert)  # a mistake shows here, and not in the process that fetches
+        return Encoders(self.encoders, self.token(), self.fetch_timeout, verify, cert)
 
     def token(self) -> str | None:
         return None if self.token_file is None else self.token_file.read_text().splitlines()[0].strip()
@@ -201,7 +215,7 @@ class SchedulerSide:
         config = vllm_config.ec_transfer_config
         assert config is not None, "vLLM builds a connector when it has its config"
         self._settings = ConnectorSettings.read(config.ec_connector_extra_config)
-        encoders = Encoders(self._settings.encoders, self._settings.token(), self._settings.fetch_timeout)
+        encoders = self._settings.asked()
         self.store = RowStore(row_shape(vllm_config.model_config), encoders, self._settings.buffer_bytes)
         self._memory = f"/proc/{os.getpid()}/fd/{self.store.pool.fd}"
         self._inline = spans_machines(vllm_config.parallel_config)

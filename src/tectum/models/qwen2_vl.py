@@ -151,5 +151,6 @@ class Qwen2VLAdapter(QwenVLAdapter):
 def _refuse_thin(width: int, height: int) -> None:
     ratio = max(width, height) / max(1, min(width, height))
     if ratio > MAX_ASPECT_RATIO:
-        text = f"The picture's sides are {ratio:.1f} to 1; this family takes at most {MAX_ASPECT_RATIO} to 1"
+        shown = f"{ratio:.1f}".removesuffix(".0")
+        text = f"The picture's sides are {shown} to 1; this family takes at most {MAX_ASPECT_RATIO} to 1"
         raise BadRequestError("media_refused", text, limit=MAX_ASPECT_RATIO)

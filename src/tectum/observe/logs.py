@@ -93,10 +93,12 @@ class RequestLog(Watcher):
     """Writes one line for each request, when it ended or was refused."""
 
     def refused(self, error: TectumError, request: EncodeRequest | None = None) -> None:
-        if not log.isEnabledFor(logging.INFO):
+        # while the service drains, every caller is refused: that it does is said once, by the drain itself
+        level = logging.DEBUG if error.code == "shutting_down" else logging.INFO
+        if not log.isEnabledFor(level):
             return
         facts = {} if request is None else {"req_id": request.req_id[:ID]}
-        _write(logging.INFO, "request refused", {**facts, "status": error.status, "code": error.code})
+        _write(level, "request refused", {**facts, "status": error.status, "code": error.code})
 
     def ended(self, job: JobView, reason: str, error: TectumError | None, seconds: float) -> None:
         level = logging.WARNING if error is not None and error.status >= 500 else logging.INFO

@@ -13,7 +13,10 @@ IN_THREAD = 256 * 1024
 
 
 async def fingerprint(request: EncodeRequest) -> bytes:
-    """16 bytes over items, order, options, part and tenant, not the way of delivery. URLs count as themselves."""
+    """16 bytes over items, order, options, part, tenant and whether keys are asked for, not the way of delivery.
+
+    URLs count as themselves.
+    """
     size = sum(len(item.data or item.base64 or item.url or "") for item in request.items)
     if size > IN_THREAD:
         return await asyncio.to_thread(_digest, request)
@@ -22,7 +25,7 @@ async def fingerprint(request: EncodeRequest) -> bytes:
 
 def _digest(request: EncodeRequest) -> bytes:
     digest = blake2b(digest_size=16)
-    head = [request.num_parts, request.part_idx, sorted(request.options.items()), request.tenant]
+    head = [request.num_parts, request.part_idx, sorted(request.options.items()), request.tenant, request.content_keys]
     _add(digest, b"head", json.dumps(head, default=str).encode())
     for item in request.items:
         _add(digest, item.modality.encode(), b"")

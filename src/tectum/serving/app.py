@@ -76,15 +76,18 @@ def _refusal(path: str, error: TectumError) -> Response:
 def _add_health(app: FastAPI, pipeline: Pipeline, pool: WorkerPool, health: Health) -> None:
     """Probes. None of them waits for work, so that they never queue behind it."""
 
+    @app.head("/health/live", include_in_schema=False)
     @app.get("/health/live", tags=["health"], summary="The process answers")
     async def live() -> Response:
         return JSONResponse({"status": "live"})
 
+    @app.head("/health/ready", include_in_schema=False)
     @app.get("/health/ready", tags=["health"], summary="New work is taken")
     async def ready() -> Response:
         health.check_ready()
         return JSONResponse({"status": "ready", "live_requests": len(pipeline.ledger), "workers_up": pool.up})
 
+    @app.head("/health/progress", include_in_schema=False)
     @app.get("/health/progress", tags=["health"], summary="Work that was accepted gets done")
     async def progress() -> Response:
         """Unhealthy when an encoder with pending work has finished no step for three quarters of `--stall-timeout`."""
@@ -95,6 +98,7 @@ def _add_health(app: FastAPI, pipeline: Pipeline, pool: WorkerPool, health: Heal
 def _add_short_health(app: FastAPI, health: Health) -> None:
     """`/health`, where vLLM and SGLang have it; SGLang's doors bring their own."""
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["health"], summary="New work is taken, and accepted work gets done")
     async def short() -> Response:
         health.check_ready()

@@ -130,6 +130,10 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._start_head_timer()  # what comes ahead of time may take its time: an earlier request is being answered
             return
+        if not self._head_bytes:  # opened and never used: there is no request to refuse
+            self.transport.close()
+            self._abort_later()
+            return
         seconds = self._limits.head_timeout
         self._refuse(
             BadRequestError("request_timeout", f"The request's headers took longer than {seconds:g} s (--head-timeout)")

@@ -203,6 +203,7 @@ def bootstrap_app(registry: Registry, token_file: Path | None, probe_interval: f
     app = FastAPI(title="Tectum bootstrap", lifespan=lifespan, docs_url=None, redoc_url=None)  # of other hosts' scripts
     problems.install(app)
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", summary="The server answers")
     async def alive() -> Response:
         return Response("OK")

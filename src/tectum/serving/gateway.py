@@ -572,7 +572,7 @@ def run(settings: GatewaySettings) -> int:
     from rich.console import Console
 
     from tectum.observe import logs
-    from tectum.serving.listen import bind, bracketed
+    from tectum.serving.listen import ServerUntilSignal, bind, bracketed
 
     logs.configure("info")
     app, door = create_app(settings), _door(settings)
@@ -590,7 +590,7 @@ def run(settings: GatewaySettings) -> int:
             timeout_keep_alive=75,
         )
         Console(stderr=True).print(f"ready on http://{bracketed(host)}:{port}", highlight=False, soft_wrap=True)
-        uvicorn.Server(config).run(sockets=[listener])
+        ServerUntilSignal(config).run(sockets=[listener])
     return 0
 
 

@@ -308,6 +308,7 @@ def router(doors: Doors, health: Health, settings: Settings) -> APIRouter:
         api.add_api_route(path, _route(work, settings), methods=["POST"], summary=summary)
     for path in ("/health", "/health_generate"):
         api.add_api_route(path, probe, methods=["GET"], summary="The encoder does its work")
+        api.add_api_route(path, probe, methods=["HEAD"], include_in_schema=False)
     return api
 
 

@@ -303,7 +303,7 @@ def _load(line: Line, start: messages.Start, settings: Settings) -> Any:
         device=device,
         dtype=settings.dtype,
         compile=settings.compile,
-        progress=lambda what, fraction: line.send(Loading(what, fraction)),
+        progress=lambda what, fraction: _tell(line, Loading(what, fraction)),
     )
     unit = EncoderUnit(adapter, MediaPolicy.from_settings(settings), settings.max_request_patches)
     unit.warm_up()
@@ -354,12 +354,12 @@ def serve(line: Line, slots: Slots) -> None:
     try:
         unit = _load(line, start, settings)
     except TectumError as error:
-        line.send(Failed(0, messages.problem(error)))
+        _tell(line, Failed(0, messages.problem(error)))
         return
     except Exception as error:
         log.exception("loading failed")
         failure = StartupError("invalid_checkpoint", f"Unexpected {type(error).__name__} while loading the encoder")
-        line.send(Failed(0, messages.problem(failure)))
+        _tell(line, Failed(0, messages.problem(failure)))
         return
     on_device = unit.on_device
     threads = settings.prepare_threads or (CUDA_PREPARE_THREADS if on_device else 1)
@@ -367,7 +367,7 @@ def serve(line: Line, slots: Slots) -> None:
     worker = Worker(line, slots, unit, threads, all_beside=beside, watchdog=Watchdog(settings.stall_timeout))
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection has to walk it again
-    line.send(Ready(card(unit)))
+    _tell(line, Ready(card(unit)))
     if beside:
         threading.Thread(target=_read_until_gone, args=(line, worker), name="tectum-reader", daemon=True).start()
     try:
@@ -383,6 +383,15 @@ def _read_until_gone(line: Line, worker: Worker) -> None:
     except (OSError, ValueError) as error:
         _line_broke(error)
     os._exit(0)  # also out of a forward that runs: nobody waits for it any more
+
+
+def _tell(line: Line, message: Message) -> None:
+    """Say how the start goes. When nobody listens any more the process ends: the service stopped while it was loading."""
+    try:
+        line.send(message)
+    except OSError as error:
+        log.info("nobody waits for this encoder any more: %s", type(error).__name__)
+        os._exit(0)
 
 
 def _line_broke(error: Exception) -> None:
