@@ -18,7 +18,8 @@ from tectum import Client
 from tectum.demo.encoder_process import EncoderProcess, ServerProcess
 from tectum.engines.pull import Receiver
 from tectum.errors import BadRequestError, StartupError, TectumError
-from tectum.serving.gateway import Chat, GatewaySettings, create_app, form_of
+from tectum.serving.chat import Chat, form_of
+from tectum.serving.gateway import GatewaySettings, create_app
 from tests import zoo
 from tests.gateway.peers import Engine, running
 from tests.media.test_video import numbered, video
@@ -301,7 +302,7 @@ def test_bodies_are_taken_apart_without_decoding_their_large_strings():
 
 
 def held():
-    from tectum.serving.gateway import Held
+    from tectum.serving.chat import Held
 
     return Held("http://e", "r", "k", "image", {"image_grid_thw": [1, 2, 2]})
 

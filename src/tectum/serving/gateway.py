@@ -4,8 +4,8 @@ Each picture, clip and recording is encoded and held by an encoder; the engine g
 its placeholders are counted by, and a uuid that is the content key), and says so in `ec_transfer_params`, so that
 `tectum.engines.vllm` finds the rows. Requests without media, and every other path, pass through untouched.
 
-Owns the two hops of one request: what was held for it is given back when it ends, however it ends. It decodes no media, and
-large strings of the JSON are cut out and passed on as they are, never decoded and encoded again.
+Owns the two hops of one request: what was held for it is given back when it ends, however it ends. It decodes no media; the
+request's JSON is `chat.py`'s.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tectum.config import Settings, is_loopback
-from tectum.errors import BadRequestError, InternalError, MMError, StartupError, TectumError, UnavailableError
+from tectum.errors import InternalError, MMError, StartupError, TectumError, UnavailableError
+from tectum.serving.chat import Chat, Held, Medium, form_of
 from tectum.serving.connection import Connection, ConnectionLimits
 from tectum.serving.guard import BodyBudget, Guard, Tokens
 
@@ -41,17 +42,10 @@ CHAT = "/v1/chat/completions"
 IN_THREAD = 512 * 1024
 #: what a body must hold, in some way, to hold media
 _MARKS = (b"image", b"video", b"audio", b"\\u")  # the last begins an escape, which may spell any of them
-#: parts of a message that hold media, and what they are
-_MEDIA = {"image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio"}
-#: parts that hold media in a form that only the engine's own process could read
-_REFUSED = frozenset({"image_pil"})
 #: headers that belong to one hop
 _HOP = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"}
 )
-_parts = msgspec.json.Decoder(list[Raw]).decode
-_object = msgspec.json.Decoder(dict[str, Raw]).decode
-_string = msgspec.json.Decoder(str).decode
 
 
 @dataclass(frozen=True)
@@ -85,172 +79,6 @@ class GatewaySettings:
             raise StartupError("invalid_settings", text)
 
 
-# --- the request's JSON, taken apart and put together ---
-
-
-@dataclass(slots=True)
-class _Medium:
-    """One picture, clip or recording of a chat request. message, part: where it stands.
-
-    source: `url` or `data` (base64), as the encoder's items name it; text: the JSON string as it came.
-    """
-
-    message: int
-    part: int
-    modality: str
-    source: str
-    text: Raw
-
-
-@dataclass(slots=True)
-class Chat:
-    """A chat request with its large strings still encoded."""
-
-    body: dict[str, Raw]
-    messages: list[dict[str, Raw]]
-    contents: dict[int, list[Raw]] = field(default_factory=dict)  # message -> its parts
-    media: list[_Medium] = field(default_factory=list)
-
-    @staticmethod
-    def read(data: bytes) -> Chat | None:
-        """The request, or None when it is not one with media: then it is the engine's to read.
-
-        Raises BadRequestError for media that the encoders cannot take.
-        """
-        try:
-            body = _object(data)
-            messages = [_object(message) for message in _parts(body["messages"])]
-            chat = Chat(body, messages)
-            for index, message in enumerate(messages):
-                chat._look_at(index, message.get("content", Raw(b"null")))
-        except (msgspec.DecodeError, KeyError, UnicodeDecodeError):
-            return None
-        return chat if chat.media else None
-
-    def _look_at(self, index: int, whole: Raw) -> None:
-        if _first(whole) != b"[":
-            return
-        self.contents[index] = _parts(whole)
-        for number, raw in enumerate(self.contents[index]):
-            if _first(raw) != b"{":
-                continue
-            part = _object(raw)
-            kind = _string(part["type"]) if "type" in part else ""
-            if not kind:  # vLLM takes parts that do not say what they are
-                kind = next((name for name in _MEDIA if name in part), "")
-            if kind in _REFUSED:
-                text = f"The encoders behind this gateway take {', '.join(_MEDIA)} parts, not {kind}"
-                raise BadRequestError("unsupported_modality", text, item=len(self.media))
-            if kind in _MEDIA:
-                source, content = self._content_of(kind, part.get(kind, Raw(b"null")))
-                self.media.append(_Medium(index, number, _MEDIA[kind], source, content))
-
-    def _content_of(self, kind: str, content: Raw) -> tuple[str, Raw]:
-        """Where the medium of a part is: the name of the field that says it to an encoder, and its JSON string."""
-        source = "data" if kind == "input_audio" else "url"
-        if _first(content) == b"{":
-            content = _object(content).get(source, Raw(b"null"))
-        if _first(content) != b'"':
-            wanted = "data in base64" if source == "data" else "a url: http(s) or data"
-            raise BadRequestError("invalid_request", f"Each {kind} part needs {wanted}", item=len(self.media))
-        return source, content
-
-    def options(self) -> dict[str, Any]:
-        """Processor options of the request: they go to the encoder, and into the key."""
-        if "media_io_kwargs" in self.body:
-            raise BadRequestError("invalid_option", "media_io_kwargs is not known to the encoders")
-        try:
-            given = msgspec.json.decode(self.body.get("mm_processor_kwargs", Raw(b"null")))
-        except msgspec.DecodeError:
-            given = 0
-        if given is not None and not isinstance(given, dict):
-            raise BadRequestError("invalid_option", "mm_processor_kwargs must be an object")
-        return given or {}
-
-    def rewritten(self, held: Sequence[Held]) -> bytes:
-        """The request for the engine: each medium is its metadata now."""
-        for medium, rows in zip(self.media, held, strict=True):
-            self.contents[medium.message][medium.part] = Raw(msgspec.json.encode(rows.part()))
-        for index, parts in self.contents.items():
-            self.messages[index]["content"] = Raw(msgspec.json.encode(parts))
-        body: dict[str, Any] = {**self.body, "messages": self.messages}
-        body.pop("mm_processor_kwargs", None)
-        where = {rows.key: {"encoder": rows.encoder, "req_id": rows.req_id} for rows in reversed(held)}
-        body["ec_transfer_params"] = {"tectum": where}
-        return msgspec.json.encode(body)
-
-
-def _first(raw: Raw) -> bytes:
-    """What kind of JSON value it is, by its first character."""
-    return bytes(memoryview(raw)[:1])
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Rows of one medium that an encoder holds. fields: what the engine counts its placeholders by."""
-
-    encoder: str
-    req_id: str
-    key: str
-    modality: str
-    fields: Mapping[str, Any]
-
-    def part(self) -> dict[str, Any]:
-        kind = f"{self.modality}_embeds"
-        return {"type": kind, kind: self.fields, "uuid": self.key}
-
-
-# What vLLM 0.32 counts an item's placeholders by when the item comes without its media: the fields that its parsers declare as
-# `metadata` (`embedding_fields`), from the encoder's facts of the item.
-
-
-def _picture(item: Mapping[str, Any]) -> dict[str, Any]:
-    return {"image_grid_thw": item["grid_thw"]}
-
-
-def _clip(item: Mapping[str, Any]) -> dict[str, Any]:
-    return {"video_grid_thw": item["grid_thw"]}
-
-
-def _clip_at_pace(item: Mapping[str, Any]) -> dict[str, Any]:
-    """These models place rows in time, but this form has no field for it: vLLM takes each step for a second."""
-    if abs(item["second_per_grid"] - 1.0) > SAME_PACE:
-        found = f"{item['second_per_grid']:.3g} s"
-        text = (
-            f"vLLM cannot be told that a step of this clip takes {found}, not 1 s; a clip sampled at 2 fps it can take"
-        )
-        raise BadRequestError("unsupported_modality", text)
-    return _clip(item)
-
-
-def _clip_with_times(item: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_clip(item), "timestamps": item["timestamps"]}
-
-
-def _recording(item: Mapping[str, Any]) -> dict[str, Any]:
-    return {"audio_num_tokens": [item["rows"]]}
-
-
-_FORMS: dict[tuple[str, str], Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    **{(family, "image"): _picture for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "qwen3_omni")},
-    ("qwen2_vl", "video"): _clip,
-    ("qwen2_5_vl", "video"): _clip_at_pace,
-    ("qwen3_vl", "video"): _clip_with_times,
-    ("qwen2_audio", "audio"): _recording,
-}
-#: how far a step of a clip may be from the second that vLLM takes it for (seconds)
-SAME_PACE = 1e-3
-
-
-def form_of(family: str, modality: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """How an item's facts become its metadata-only form. Raises BadRequestError `unsupported_modality` where vLLM has none."""
-    form = _FORMS.get((family, modality))
-    if form is None:
-        text = f"This gateway knows no form in which vLLM takes {modality} rows of {family[:40]} without the media themselves"
-        raise BadRequestError("unsupported_modality", text)
-    return form
-
-
 # --- the encoders ---
 
 
@@ -274,7 +102,7 @@ class Encoders:
 
     @asynccontextmanager
     async def holding(
-        self, media: Sequence[_Medium], options: Mapping[str, Any], tenant: str
+        self, media: Sequence[Medium], options: Mapping[str, Any], tenant: str
     ) -> AsyncIterator[list[Held]]:
         """Rows of all media, held inside the block. Raises the first error, with the index of its medium."""
         tickets = [_Ticket(uuid.uuid4().hex, index) for index in range(len(media))]
@@ -284,7 +112,7 @@ class Encoders:
         finally:
             self._release(tickets)
 
-    async def _encode(self, ticket: _Ticket, medium: _Medium, options: Mapping[str, Any], tenant: str) -> Held:
+    async def _encode(self, ticket: _Ticket, medium: Medium, options: Mapping[str, Any], tenant: str) -> Held:
         """On the encoder that this content prefers, or, where that one cannot, on the next."""
         body = msgspec.json.encode(
             {
