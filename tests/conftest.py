@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import trustme
 
 from tectum.demo.encoder_process import EncoderProcess
 from tectum.models.tiny import build_tiny_qwen2_5_vl
@@ -48,6 +47,8 @@ def server(tiny: Path) -> Iterator[EncoderProcess]:
 @pytest.fixture(scope="session")
 def papers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Certificates: the server's, a client's of the right authority, and a client's of another."""
+    import trustme  # the environments of the engines share this file, and have no use for it
+
     folder = tmp_path_factory.mktemp("papers")
     ours, theirs = trustme.CA(), trustme.CA()
     found = {"ca": folder / "ca.pem"}

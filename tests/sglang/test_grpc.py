@@ -200,6 +200,12 @@ def test_the_token_is_needed(tiny, tmp_path):
         for metadata in ({}, {"authorization": "Bearer other"}):
             status, error = failure(Stub(open_, **metadata).encode("r", [data_uri(jpeg())]))
             assert (status, error.status) == (grpc.StatusCode.UNAUTHENTICATED, 401)
+        more = threading.Event()
+        silent = open_.stream_unary(f"/{SERVICE}/Encode").future(iter(more.wait, True), timeout=20)
+        assert failure(silent)[0] is grpc.StatusCode.UNAUTHENTICATED, "refused before its message is there"
+        more.set()
+        metrics = httpx2.get(f"{process.url}/metrics", headers={"authorization": "Bearer sesame"}, trust_env=False).text
+        assert 'encoder_refusals_total{code="unauthorized"} 3.0' in metrics
         with Receiver() as receiver:
             known = Stub(open_, authorization="Bearer sesame")
             known.encode("r", [data_uri(jpeg())], embedding_port=[receiver.port]).result()

@@ -246,14 +246,17 @@ class HealthService(health_pb2_grpc.HealthServicer):
 class _Callers(grpc.aio.ServerInterceptor):
     """Refuses calls without a bearer token where there are some, health excepted, and notes on whose behalf the others come."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, refused: Callable[[TectumError], None]) -> None:
+        """refused: hears of each refusal. Raises StartupError `invalid_settings` for a token file that is none."""
         self._settings = settings
         self._tokens = None if settings.token_file is None else Tokens(settings.token_file)
 
         async def refuse(asked: Any, context: Context) -> None:
-            await _abort(context, BadRequestError("unauthorized", "A bearer token is needed: authorization: Bearer …"))
+            error = BadRequestError("unauthorized", "A bearer token is needed: authorization: Bearer …")
+            refused(error)
+            await _abort(context, error)
 
-        self._refusal = grpc.unary_unary_rpc_method_handler(refuse)
+        self._refusal = grpc.stream_unary_rpc_method_handler(refuse)  # of a stranger's message nothing is read
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         if details.method.startswith("/grpc.health.v1.Health/"):
@@ -285,7 +288,7 @@ def _credentials(settings: Settings) -> Any:
 async def grpc_door(doors: Doors, health: Health, settings: Settings, budget: BodyBudget) -> AsyncIterator[int]:
     """The gRPC server, open on `--grpc-port`; yields the port. Raises StartupError `port_in_use`."""
     server = grpc.aio.server(
-        interceptors=[_Callers(settings)],
+        interceptors=[_Callers(settings, budget.refused)],
         options=[
             ("grpc.max_receive_message_length", settings.max_body_bytes),
             ("grpc.so_reuseport", 0),
