@@ -40,6 +40,8 @@ log = logging.getLogger("tectum.gateway")
 CHAT = "/v1/chat/completions"
 #: bodies above this many bytes are taken apart in a thread
 IN_THREAD = 512 * 1024
+#: seconds that running requests have to end after SIGTERM
+GRACE = 60
 #: what a body must hold, in some way, to hold media
 _MARKS = (b"image", b"video", b"audio", b"\\u")  # the last begins an escape, which may spell any of them
 #: headers that belong to one hop
@@ -416,6 +418,7 @@ def run(settings: GatewaySettings) -> int:
             proxy_headers=False,
             loop="uvloop",
             timeout_keep_alive=75,
+            timeout_graceful_shutdown=GRACE,
         )
         Console(stderr=True).print(f"ready on http://{bracketed(host)}:{port}", highlight=False, soft_wrap=True)
         ServerUntilSignal(config).run(sockets=[listener])
