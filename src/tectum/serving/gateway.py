@@ -397,7 +397,7 @@ def _door(settings: GatewaySettings) -> Settings:
 
 
 def run(settings: GatewaySettings) -> int:
-    """Serve until SIGTERM or SIGINT; running requests are finished first. Raises StartupError."""
+    """Serve until SIGTERM or SIGINT; running requests get `GRACE` seconds to finish. Raises StartupError."""
     import uvicorn
     from rich.console import Console
 
