@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from tectum.models.audio import AudioWindowAdapter
-from tectum.models.features import Count, FeaturesAdapter, cat
+from tectum.models.features import Count, FeaturesAdapter, cat, flat
 from tectum.models.llava import fixed_size
 from tectum.models.options import OUTPUT
 from tectum.types import Modality
@@ -20,11 +22,16 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+#: whether an item's rows are pooled, as one more input of it
+POOLED = {pooled: torch.tensor([pooled]) for pooled in (False, True)}
+
+
 class PictureEncoder(FeaturesAdapter):
     """A vision transformer over a picture of fixed size."""
 
     options: ClassVar = {Modality.IMAGE: (OUTPUT,)}
     batch_bound: ClassVar = {Modality.IMAGE: 0.0}
+    read_on_host = frozenset({"pooled"})
     #: rows before those of the patches
     extra_rows: ClassVar[int] = 1
 
@@ -33,19 +40,28 @@ class PictureEncoder(FeaturesAdapter):
         return int(getattr(config, "vision_config", config).hidden_size)
 
     def count_picture(self, width: int, height: int, options: Mapping[str, Any]) -> Count:
+        return self._pooled_count if options.get("output") == "pooled" else self._count_of_all
+
+    @cached_property
+    def _count_of_all(self) -> Count:
+        """What every picture comes to, since all are made one size."""
         high, wide = fixed_size(self.processors.image)
         patch = getattr(self.config, "vision_config", self.config).patch_size
         patches = (high // patch) * (wide // patch)
-        rows = 1 if options.get("output") == "pooled" else patches + self.extra_rows
-        return Count(rows, patches, 3 * high * wide)
+        return Count(patches + self.extra_rows, patches, 3 * high * wide)
+
+    @cached_property
+    def _pooled_count(self) -> Count:
+        return replace(self._count_of_all, rows=1)
 
     def picture_inputs(self, picture: Image, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        pooled = torch.tensor([options.get("output") == "pooled"])
-        return {**super().picture_inputs(picture, options), "pooled": pooled}
+        return {**super().picture_inputs(picture, options), "pooled": POOLED[options.get("output") == "pooled"]}
 
     def features(self, modality: Modality, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         tower = getattr(self.model, "vision_model", self.model)
         output = tower(pixel_values=inputs["pixel_values"])
+        if not inputs["pooled"].any():
+            return [flat(output.last_hidden_state)]
         return [
             cat(
                 [
@@ -96,7 +112,9 @@ class WhisperAdapter(AudioWindowAdapter):
         return Count(positions, positions, extractor.nb_max_frames * extractor.feature_size)
 
     def recording_inputs(self, recordings: Sequence[Any], longest: int) -> dict[str, torch.Tensor]:
-        return {"input_features": self.window(recordings)["input_features"]}
+        extractor = self.processors.audio
+        found = extractor(list(recordings), sampling_rate=extractor.sampling_rate, return_tensors="pt")
+        return {"input_features": found["input_features"]}
 
     def features(self, modality: Modality, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         hidden = self.model.get_encoder()(inputs["input_features"]).last_hidden_state

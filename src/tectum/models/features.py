@@ -65,6 +65,8 @@ class FeaturesAdapter(Adapter):
     clip_facts: ClassVar[Mapping[str, Any]] = {}
     #: the family's rule takes a rate and a bound on the number at once
     rate_and_number: ClassVar[bool] = False
+    #: inputs that the family itself reads, on the host: on a device that would wait for all that runs there
+    read_on_host: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
         self, model: torch.nn.Module, processors: Processors, config: Any, model_id: str, device: torch.device
@@ -176,6 +178,7 @@ class FeaturesAdapter(Adapter):
     def content_options(self, modality: Modality, given: Mapping[str, Any], count: int) -> dict[str, Any]:
         return self.for_request(modality, self.read_options(modality, given), count)
 
+    @torch.inference_mode()
     def prepare(
         self, media: Iterable[Any], options: Mapping[str, Any], modality: Modality = Modality.IMAGE
     ) -> Prepared:
@@ -293,11 +296,13 @@ class FeaturesAdapter(Adapter):
     def placed(self, modality: Modality, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The arguments of the features call, on the device and, where they are real numbers, in the tower's dtype."""
 
-        def move(tensor: torch.Tensor) -> torch.Tensor:
+        def move(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            if name in self.read_on_host:
+                return tensor
             dtype = self._torch_dtype if tensor.is_floating_point() else tensor.dtype
             return tensor.to(self.device, dtype, non_blocking=True)
 
-        return {name: move(tensor) for name, tensor in inputs.items()}
+        return {name: move(name, tensor) for name, tensor in inputs.items()}
 
 
 def towers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -326,6 +331,8 @@ def cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def join(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The inputs of several items or requests as one, along the first axis; a shorter last axis is padded with zeros."""
+    if len(parts) == 1:
+        return dict(parts[0])
     joined = {}
     for name in parts[0]:
         tensors = [part[name] for part in parts]

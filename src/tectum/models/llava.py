@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, ClassVar
 
 from tectum.models.features import Count, FeaturesAdapter
@@ -25,6 +26,11 @@ class LlavaAdapter(FeaturesAdapter):
         return None if tower in _TOWERS else f"its tower is {tower}; known are: {', '.join(_TOWERS)}"
 
     def count_picture(self, width: int, height: int, options: Mapping[str, Any]) -> Count:
+        return self._count_of_all
+
+    @cached_property
+    def _count_of_all(self) -> Count:
+        """What every picture comes to, since all are made one size."""
         high, wide = fixed_size(self.processors.image)
         patch, vision = self.config.vision_config.patch_size, self.config.vision_config
         patches = (high // patch) * (wide // patch)
