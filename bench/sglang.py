@@ -1,8 +1,8 @@
 """`python -m bench.sglang`: this server against SGLang's own encoder on its own protocol, and delivery against bare pyzmq.
 
 SGLang's environment is the one whose Python stands in `SGLANG_PYTHON` (`make bench-sglang` makes it). Both sides serve the
-same checkpoint in float32 and take turns, round by round; ratios are taken within a round. SGLang's encoder runs with
-batch size 1, with one and with two threads, and its better figure of each round counts.
+same checkpoint in float32 and take turns, round by round; ratios are taken within a round. Each side runs in one encoder
+process with one and with two threads, SGLang's with batch size 1, and the better figure of each round counts.
 """
 
 from __future__ import annotations
@@ -94,9 +94,11 @@ def encoders(arguments: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as open_:
         temporary = open_.enter_context(tempfile.TemporaryDirectory(prefix="tectum-bench-"))
         folder = build_tiny_qwen2_5_vl(Path(temporary) / "tiny")
-        flags = ("--forward-threads", "1", "--log-level", "warning", "--transfer-backend", "zmq_to_scheduler")
-        urls = {"tectum": open_.enter_context(EncoderProcess(folder, *flags)).url}
+        flags = ("--log-level", "warning", "--transfer-backend", "zmq_to_scheduler")
+        urls = {}
         for threads in (1, 2):
+            ours = EncoderProcess(folder, "--forward-threads", str(threads), *flags)
+            urls[f"tectum, {threads} threads"] = open_.enter_context(ours).url
             log = Path(temporary) / f"sglang-{threads}.log"
             urls[f"sglang, {threads} threads"] = open_.enter_context(sglang_encoder(folder, threads, log))
         for side in arguments.sides:
@@ -162,14 +164,16 @@ def load(name: str, url: str, side: int, clients: int, seconds: float) -> dict[s
     if output.returncode:
         raise RuntimeError(f"the load on {name} failed ({side}×{side}, {clients} clients): {output.stderr[-600:]}")
     result = json.loads(output.stdout)
-    if result["unanswered"] and name == "tectum":
+    if result["unanswered"] and name.startswith("tectum"):
         raise RuntimeError(f"{result['unanswered']} calls had no answer after all rows had come")
     return {**result, "rate": result["pictures"] / result["seconds"]}
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    ours = [one["tectum"]["rate"] for one in rounds]
-    theirs = [max(side["rate"] for name, side in one.items() if name != "tectum") for one in rounds]
+    ours, theirs = (
+        [max(found["rate"] for name, found in one.items() if name.startswith(side)) for one in rounds]
+        for side in ("tectum", "sglang")
+    )
     ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
     return {"tectum": spread(ours), "sglang": spread(theirs), "ratio": spread(ratios), "rounds": rounds}
 
