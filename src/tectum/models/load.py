@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from tectum.errors import StartupError, TectumError
 from tectum.models import skeleton
 from tectum.models.features import MODALITY_OF, FeaturesAdapter, Processors
+from tectum.models.layout import lay_out_patch_embeddings
 from tectum.models.registry import adapter_for
 from tectum.models.torchvision_compat import ensure_torchvision
 from tectum.types import DTYPE_BYTES, ClipInfo, MediaInfo, Modality, PictureInfo, RecordingInfo
@@ -116,6 +117,8 @@ def load_adapter(
         encoder = skeleton.build(found.cls, found.architecture, found.config, wanted, "cpu")
     skeleton.leave_out(encoder, found.cls.left_out)
     _fill(encoder, found.weights, tell)
+    if torch_device.type == "cpu":
+        lay_out_patch_embeddings(encoder)
     adapter = _adapter(found, encoder, model_name(model), torch_device)
     if compile:
         tell("compiling", 1.0)
