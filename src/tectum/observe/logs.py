@@ -34,8 +34,9 @@ def configure(level: str, form: str = "text") -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("tectum").setLevel(level.upper())
-    for library in ("python_multipart", "PIL"):  # what they find wrong with an input is its caller's, who is told
-        logging.getLogger(library).setLevel(logging.CRITICAL)
+    logging.getLogger("PIL").setLevel(
+        logging.CRITICAL
+    )  # what it finds wrong with an input is its caller's, who is told
 
 
 class Scrubbed(logging.Formatter):

@@ -12,12 +12,10 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct, field
-from python_multipart.multipart import parse_options_header
-from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
+from multipart import MultipartError, MultipartSegment, PushMultipartParser, parse_options_header
 from starlette.requests import Request
 
-from tectum.config import MIB, Settings
+from tectum.config import Settings
 from tectum.errors import BadRequestError
 from tectum.serving import tenants
 from tectum.serving.presence import body_pieces
@@ -30,8 +28,8 @@ ReqId = Annotated[str, Meta(min_length=1, max_length=256, pattern=REQ_ID)]
 #: quote characters that the JSON of an encode request may hold: some for each item, and some beside them
 QUOTES_EACH, QUOTES_BESIDE = 24, 1024
 MAX_OPTIONS = 64
-#: bytes of the multipart field that holds the JSON
-MAX_FIELD = 8 * MIB
+#: parts of a multipart body beside its files
+MAX_FIELDS = 4
 
 
 class ItemBody(Struct, forbid_unknown_fields=True):
@@ -183,41 +181,45 @@ async def read_encode_request(request: Request, settings: Settings) -> EncodeReq
     return decode_encode_body(body, settings).to_request({}, settings)
 
 
-class _InMemory(MultiPartParser):
-    """Starlette's, but parts stay in memory, where the guard has booked them, instead of going to a temporary file."""
-
-    spool_max_size = 1 << 62
-
-
 async def _read_multipart(request: Request, settings: Settings) -> EncodeRequest:
-    _check_charset(request.headers["content-type"])
+    described: list[bytes] = []
+    files: dict[str, bytes] = {}
     try:
+        parser = _parser(request.headers["content-type"], settings.max_items)
         async with aclosing(body_pieces(request.receive)) as pieces:
-            form = await _InMemory(
-                request.headers, pieces, max_files=settings.max_items, max_fields=4, max_part_size=MAX_FIELD
-            ).parse()
-    except MultiPartException as error:
-        raise BadRequestError("invalid_request", f"The multipart body is malformed: {error.message}") from None
-    except ValueError:  # of the library, on a boundary or a name that is none
-        raise BadRequestError("invalid_request", "The multipart body is malformed") from None
-    try:
-        described = form.get("request")
-        if not isinstance(described, str):
-            text = "The multipart body needs a field named request that holds the JSON"
-            raise BadRequestError("invalid_request", text)
-        body = decode_encode_body(described, settings)
-        files = {name: await part.read() for name, part in form.multi_items() if isinstance(part, UploadFile)}
-        return body.to_request(files, settings)
-    finally:
-        await form.close()
+            with parser:
+                content: list[bytes] = []
+                async for piece in pieces:
+                    for event in parser.parse(piece) if piece else ():
+                        if isinstance(event, MultipartSegment):
+                            segment = event
+                        elif event is not None:
+                            content.append(event)
+                        else:
+                            _keep(segment, b"".join(content), described, files)
+                            content.clear()
+    except MultipartError as error:
+        text = f"The multipart body is malformed: {str(error)[:100]}"
+        raise BadRequestError("invalid_request", text) from None
+    if not described:
+        raise BadRequestError("invalid_request", "The multipart body needs a field named request that holds the JSON")
+    return decode_encode_body(described[-1], settings).to_request(files, settings)
 
 
-def _check_charset(content_type: str) -> None:
-    """Names of parts are UTF-8: the library would decode them with any codec of Python's that the caller names."""
+def _parser(content_type: str, max_items: int) -> PushMultipartParser:
+    """For the parts of a body of this type. Raises MultipartError, or BadRequestError `invalid_request`."""
     _, parameters = parse_options_header(content_type)
-    charset = parameters.get(b"charset", b"utf-8").lower()
-    if charset not in (b"utf-8", b"utf8", b"us-ascii"):
+    if parameters.get("charset", "utf-8").lower() not in ("utf-8", "utf8", "us-ascii"):
         raise BadRequestError("invalid_request", "The multipart body's charset is not UTF-8")
+    return PushMultipartParser(parameters.get("boundary", ""), max_segment_count=max_items + MAX_FIELDS)
+
+
+def _keep(segment: MultipartSegment, content: bytes, described: list[bytes], files: dict[str, bytes]) -> None:
+    """One part that has come whole: a file by its name, or the field that holds the JSON."""
+    if segment.filename is not None:
+        files[segment.name or ""] = content
+    elif segment.name == "request":
+        described.append(content)
 
 
 def openapi_schemas() -> dict[str, Any]:

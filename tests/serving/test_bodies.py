@@ -1,0 +1,54 @@
+"""A multipart body is read alike, however the network cuts it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from starlette.requests import Request
+
+from tectum.config import Settings
+from tectum.errors import BadRequestError
+from tectum.serving.bodies import read_encode_request
+from tectum.types import Modality
+
+MEDIA = b"\r\n--b\r\n--bound\r\n\x00\xff--bounda\r\n"  # nearly a boundary, again and again
+BODY = (
+    b'--boundary\r\nContent-Disposition: form-data; name="request"\r\n\r\n'
+    b'{"req_id": "r1", "items": [{"type": "image", "file": "a"}, {"type": "image", "file": "b"}]}\r\n'
+    b'--boundary\r\nContent-Disposition: form-data; name="a"; filename="a.png"\r\n\r\n' + MEDIA + b"\r\n"
+    b'--boundary\r\nContent-Disposition: form-data; name="b"; filename="b.png"\r\nContent-Type: image/png\r\n\r\n\r\n'
+    b'--boundary\r\nContent-Disposition: form-data; name="other"\r\n\r\nnobody asks\r\n--boundary--\r\n'
+)
+
+
+def read(pieces: list[bytes], settings: Settings | None = None):
+    left = list(pieces)
+
+    async def receive():
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    headers = [(b"content-type", b"multipart/form-data; boundary=boundary")]
+    request = Request({"type": "http", "headers": headers}, receive)
+    return asyncio.run(read_encode_request(request, settings or Settings()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, len(BODY)])
+def test_cut_anywhere(size):
+    request = read([BODY[start : start + size] for start in range(0, len(BODY), size)] + [b""])
+    assert request.req_id == "r1"
+    assert [(item.modality, item.data) for item in request.items] == [(Modality.IMAGE, MEDIA), (Modality.IMAGE, b"")]
+
+
+@pytest.mark.parametrize("end", range(1, len(BODY) - 3, 29))
+def test_a_body_that_ends_early_is_malformed_wherever_it_ends(end):
+    with pytest.raises(BadRequestError, match="malformed") as raised:
+        read([BODY[:end]])
+    assert raised.value.code == "invalid_request"
+
+
+def test_of_two_descriptions_the_last_counts_and_parts_are_bounded():
+    field = b'--boundary\r\nContent-Disposition: form-data; name="request"\r\n\r\n{"items": []}\r\n'
+    assert (read([field + BODY])).req_id == "r1"
+    with pytest.raises(BadRequestError, match="malformed"):
+        read([field * 3 + BODY], Settings(max_items=2))
