@@ -15,11 +15,14 @@ from tectum.errors import TectumError
 from tectum.observe import trace
 from tectum.observe.metrics import Metrics
 from tectum.pipeline.pipeline import Pipeline
-from tectum.serving import dashboard, native, problems, sglang
+from tectum.serving import dashboard, hot, native, problems, sglang
 from tectum.serving.bodies import openapi_schemas
 from tectum.serving.guard import BodyBudget, Guard, Tokens, TraceCaller
 from tectum.serving.health import Health
 from tectum.workers.pool import WorkerPool
+
+#: where the work comes in
+HOT_PATHS = sglang.PATHS | {"/v1/encode"}
 
 
 def create_app(
@@ -46,11 +49,13 @@ def create_app(
         redoc_url=None,
     )
     problems.install(app)
-    app.include_router(native.router(pipeline, settings))
+    routers = [native.router(pipeline, settings)]
     if settings.transfer_backend != "none":
-        app.include_router(sglang.router(doors, health, settings))
+        routers.append(sglang.router(doors, health, settings))
     else:
         _add_short_health(app, health)
+    for router in routers:
+        app.include_router(router)
     _add_health(app, pipeline, pool, health)
     _add_pages(app, pool, settings, metrics)
     _add_catalogue(app)
@@ -62,6 +67,8 @@ def create_app(
         page = dashboard.Dashboard(pipeline, pool, settings, recent)
         app.include_router(dashboard.router(page, tokens))
         metrics.watch_pages(lambda: page.open_pages)
+    carrying = hot.endpoints((route for router in routers for route in router.routes), HOT_PATHS)
+    app.add_middleware(hot.HotDoors, doors=carrying)
     if trace.wanted(settings.trace_endpoint):
         app.add_middleware(TraceCaller)
     app.add_middleware(Guard, settings=settings, tokens=tokens, budget=budget, hung_up=metrics.hung_up, refuse=_refusal)
