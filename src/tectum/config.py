@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import tomllib
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -416,6 +417,7 @@ class Settings(BaseSettings):
         }
 
 
+@lru_cache(maxsize=256)  # asked of every request's Host
 def is_loopback(host: str) -> bool:
     """Whether `host` (a name or an IPv4/IPv6 address) can only be reached from this machine."""
     if host == "localhost":

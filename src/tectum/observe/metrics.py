@@ -65,6 +65,7 @@ class Metrics(Watcher):
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._children: dict[tuple[Any, ...], Any] = {}
         self._received = self._counter("encoder_requests_received", "Requests that were accepted.", "modality")
         self._finished = self._counter("encoder_requests", "Requests whose outcome is decided.", "modality", "status")
         self._releases = self._counter("encoder_releases", "Releases by reason.", "reason")
@@ -119,36 +120,43 @@ class Metrics(Watcher):
     # --- what the pipeline tells ---
 
     def accepted(self, job: JobView, seconds: float) -> None:
-        self._received.labels(job.request.modality).inc()
+        self._of(self._received, job.request.modality).inc()
 
     def refused(self, error: TectumError, request: EncodeRequest | None = None) -> None:
-        self._refusals.labels(error.code).inc()
+        self._of(self._refusals, error.code).inc()
 
     def batch(self, jobs: Sequence[JobView]) -> None:
         modality = jobs[0].request.modality
-        self._batch_requests.labels(modality).observe(len(jobs))
-        self._batch_items.labels(modality).observe(sum(len(job.request.items) for job in jobs))
+        self._of(self._batch_requests, modality).observe(len(jobs))
+        self._of(self._batch_items, modality).observe(sum(len(job.request.items) for job in jobs))
         patches = sum(job.prepared.metadata.patches for job in jobs if job.prepared is not None)
-        self._batch_patches.labels(modality).observe(patches)
+        self._of(self._batch_patches, modality).observe(patches)
 
     def sent(self, job: JobView, backend: str, seconds: float, error: TectumError | None) -> None:
-        self._transfer.labels(backend, _status(error)).observe(seconds)
+        self._of(self._transfer, backend, _status(error)).observe(seconds)
 
     def ended(self, job: JobView, reason: str, error: TectumError | None, seconds: float) -> None:
         modality, status = job.request.modality, _status(error)
-        self._finished.labels(modality, status).inc()
-        self._releases.labels(reason).inc()
-        self._latency.labels(modality, status).observe(seconds)
+        self._of(self._finished, modality, status).inc()
+        self._of(self._releases, reason).inc()
+        self._of(self._latency, modality, status).observe(seconds)
         for stage, taken in job.seconds.items():
             if stage in self._stages:
-                self._stages[stage].labels(modality, status).observe(taken)
+                self._of(self._stages[stage], modality, status).observe(taken)
         if job.prepared is not None and "forward" in job.seconds:
-            self._items.labels(modality).inc(len(job.request.items))
-            self._rows.labels(modality).inc(job.prepared.metadata.rows)
+            self._of(self._items, modality).inc(len(job.request.items))
+            self._of(self._rows, modality).inc(job.prepared.metadata.rows)
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
+
+    def _of(self, metric: Any, *labels: str) -> Any:
+        """The child of a metric with these labels. The library looks each one up under a lock, which takes longer."""
+        child = self._children.get((metric, *labels))
+        if child is None:
+            child = self._children[metric, *labels] = metric.labels(*labels)
+        return child
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -156,6 +157,8 @@ async def _serve(
         await server.listening.wait()
         host, port = listener.getsockname()[:2]
         url = f"{'http' if tls is None else 'https'}://{bracketed(host)}:{port}"
+        gc.collect()
+        gc.freeze()  # what is there stays: a collection that walks it would hold every caller up for 30 ms
         console.print(f"ready on {url}", highlight=False, soft_wrap=True)
         async with announced(bootstrap_urls(settings), settings.advertise_url or url, health, settings):
             await asyncio.wait([asyncio.ensure_future(stop.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
