@@ -33,7 +33,7 @@ def main() -> int:
     facts = {name: value for name, value in vars(arguments).items() if name not in ("write_docs", "out")}
     found: dict[str, Any] = {"machine": reporting.machine(), "arguments": facts}
     with tempfile.TemporaryDirectory(prefix="tectum-bench-") as temporary:
-        folder = build_tiny_qwen2_5_vl(Path(temporary) / "tiny")
+        folder = build_tiny_qwen2_5_vl(Path(temporary) / "tiny", max_pixels=max(arguments.sides) ** 2)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("measuring", total=None)
             scope = sections.Scope(
@@ -63,7 +63,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="alternating rounds of each measurement")
     parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement")
     parser.add_argument("--clients", type=int, default=8, help="concurrent clients of a closed loop")
-    parser.add_argument("--sides", type=int, nargs="+", default=[224, 448], help="picture sides in pixels")
+    parser.add_argument("--sides", type=int, nargs="+", default=[224, 448, 896], help="picture sides in pixels")
     parser.add_argument("--null-requests", type=int, default=100_000, help="requests over which memory is watched")
     parser.add_argument("--family-calls", type=int, default=20, help="calls of each side, for each family and round")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")

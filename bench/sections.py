@@ -49,7 +49,7 @@ class Scope:
         """How often `tell` will be called."""
         from bench import families
 
-        return self.rounds * (3 * len(self.sides) + 5 + 2 + 1) + 1 + families.measurements()
+        return self.rounds * (4 * len(self.sides) + 5 + 3 + 1) + 1 + families.measurements()
 
 
 def bare(folder: Path, side: int, seconds: float) -> dict[str, float]:
@@ -77,9 +77,9 @@ def bare(folder: Path, side: int, seconds: float) -> dict[str, float]:
 
 
 def served(server: Server, plan: Plan) -> dict[str, Any]:
-    """One load on a server, with a probe beside it: rate, latencies, CPU milliseconds a picture by process."""
+    """One load on a server: rate, latencies, CPU milliseconds a picture by process."""
     before = server.cpu()
-    result = measure(plan, slow_seconds=SLOW_SECONDS, probe=PROBE)
+    result = measure(plan, slow_seconds=SLOW_SECONDS)
     used = server.cpu().since(before)
     inline = result["kinds"]["inline"]
     pictures = sum(kind["outcomes"].get("ok", 0) for kind in result["kinds"].values())
@@ -89,8 +89,6 @@ def served(server: Server, plan: Plan) -> dict[str, Any]:
         "kinds": result["kinds"],
         "latency_ms": inline["latency_ms"],
         "stages_ms": result["stages_ms"],
-        "live_ms": result["probes"]["live"]["latency_ms"],
-        "release_ms": result["probes"]["release"]["latency_ms"],
         "service_cpu_ms": used.service / pictures * 1e3,
         "encoders_cpu_ms": used.encoders / pictures * 1e3,
         "cpu_ms": sum(used) / pictures * 1e3,
@@ -98,8 +96,14 @@ def served(server: Server, plan: Plan) -> dict[str, Any]:
     }
 
 
+def probed(plan: Plan) -> dict[str, Any]:
+    """The same load with a probe beside it: what `/health/live` and a release wait. Its calls cost CPU of their own."""
+    result = measure(plan, slow_seconds=SLOW_SECONDS, probe=PROBE)
+    return {f"{name}_ms": result["probes"][name]["latency_ms"] for name in ("live", "release")}
+
+
 def throughput(folder: Path, scope: Scope) -> dict[str, list[dict[str, Any]]]:
-    """For each side: bare loop, one encoder process, two of them, in turn."""
+    """For each side: bare loop, one encoder process, two of them, and these once more with a probe, in turn."""
     rounds: dict[str, list[dict[str, Any]]] = {str(side): [] for side in scope.sides}
     with Server(folder, 1) as one, Server(folder, 2) as two:
         for side in scope.sides:
@@ -109,6 +113,8 @@ def throughput(folder: Path, scope: Scope) -> dict[str, list[dict[str, Any]]]:
                 for name, server in (("one", one), ("two", two)):
                     found[name] = served(server, _closed(server, scope, side))
                     scope.tell()
+                found["probed"] = probed(_closed(two, scope, side))
+                scope.tell()
                 rounds[str(side)].append(found)
     return rounds
 
@@ -152,10 +158,11 @@ def overload(folder: Path, scope: Scope) -> list[dict[str, Any]]:
         for _ in range(scope.rounds):
             sustained = served(server, _closed(server, scope, scope.sides[0]))
             scope.tell()
-            size = (_size(scope.sides[0]),)
-            flooded = served(server, Plan(server.url, scope.seconds, rate=2 * sustained["rate"], sizes=size))
+            flood = Plan(server.url, scope.seconds, rate=2 * sustained["rate"], sizes=(_size(scope.sides[0]),))
+            flooded = served(server, flood)
             scope.tell()
-            rounds.append({"sustained": sustained, "flooded": flooded})
+            rounds.append({"sustained": sustained, "flooded": flooded, "probed": probed(flood)})
+            scope.tell()
     return rounds
 
 

@@ -42,8 +42,6 @@ def served(rate, cpu, p99=20.0, **facts):
     return {
         "rate": rate,
         "latency_ms": quantiles,
-        "live_ms": quantiles,
-        "release_ms": quantiles,
         "stages_ms": {"fetch": 0.0, "prepare": 1.0, "queue": 2.0, "forward": 3.0},
         "service_cpu_ms": cpu / 4,
         "encoders_cpu_ms": cpu * 3 / 4,
@@ -51,6 +49,10 @@ def served(rate, cpu, p99=20.0, **facts):
         "generator_cpu_share": 0.1,
         **facts,
     }
+
+
+def probed(live=5.0, release=6.0):
+    return {"live_ms": {"p99": live}, "release_ms": {"p99": release}}
 
 
 def flood(ok, refused, other=0, p99=500.0):
@@ -85,7 +87,12 @@ def test_ratios_are_taken_within_a_round_and_judged_by_their_median():
         {"bare": {"rate": 100.0, "cpu_ms": 20.0}, "one": served(50.0, 22.0), "two": served(79.0, 26.0)},
         {"bare": {"rate": 400.0, "cpu_ms": 10.0}, "one": served(200.0, 11.0), "two": served(360.0, 11.5)},
     ]
+    rounds = [
+        {**found, "probed": probed(*waits)} for found, waits in zip(rounds, ((31, 6), (29, 51), (33, 7)), strict=True)
+    ]
     found = by_name(example(throughput={"224": rounds}))
+    assert found["`/health/live` p99 under load"].verdict() == "MISSED"
+    assert found["release p99 under load"].verdict() == "met"
     ratio = found["served by 2 / bare"]
     assert list(ratio.values) == [0.85, 0.79, 0.9]
     assert ratio.shown() == "0.85 (0.79–0.90)"
@@ -101,11 +108,13 @@ def test_ratios_are_taken_within_a_round_and_judged_by_their_median():
 
 def test_overload_is_judged_by_goodput_accounts_and_latency():
     sustained = served(100.0, 8.0)
-    good = by_name(example(overload=[{"sustained": sustained, "flooded": flood(760, 840)}]))
+    good = by_name(example(overload=[{"sustained": sustained, "flooded": flood(760, 840), "probed": probed()}]))
     assert good["goodput / sustainable rate"].median == 0.95
     assert good["(accepted + refused) / sent"].met
     assert good["the same / work of 64 live requests"].median == pytest.approx(500 / 640)
-    bad = by_name(example(overload=[{"sustained": sustained, "flooded": flood(760, 839, 1, p99=1300.0)}]))
+    bad = by_name(
+        example(overload=[{"sustained": sustained, "flooded": flood(760, 839, 1, p99=1300.0), "probed": probed()}])
+    )
     assert bad["(accepted + refused) / sent"].verdict() == "MISSED"
     assert bad["the same / work of 64 live requests"].verdict() == "MISSED"
 
