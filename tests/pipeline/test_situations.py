@@ -571,3 +571,28 @@ def test_media_are_not_held_beside_the_rows():
         assert [item.data for item in job.request.items] == [b""]
 
     scenario(test)
+
+
+@pytest.mark.parametrize("broken", ["_may", "_encode"])
+def test_a_defect_of_the_shell_ends_what_it_worked_on_and_nothing_else(broken, monkeypatch):
+    """Both what was taken and had not begun its forward, and what had."""
+
+    def defect(*arguments):
+        raise RuntimeError("a secret")
+
+    async def test(pipeline, work):
+        gates = [work.gate("prepare", name) for name in "ab"]
+        calls = [start(inline(pipeline, request(name))) for name in "ab"]
+        for gate in gates:
+            await gate.reached.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(pipeline, broken, defect)
+            for gate in gates:
+                gate.open.set()
+            for call in calls:
+                error = await refused(call, "encode_failed", 500)
+                assert "secret" not in error.message
+        assert await inline(pipeline, request("next")) == b"picture"
+        assert work.forwards == [["next"]]
+
+    scenario(test, fuse=True)

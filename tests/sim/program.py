@@ -34,6 +34,7 @@ ACTIONS: dict[str, tuple[int, int]] = {
     "encoded": (12, 1),
     "fail": (4, 2),
     "lose": (3, 1),
+    "give_up": (2, 2),
     "pull": (8, 1),
     "take": (8, 1),
     "send_ok": (10, 1),
@@ -138,6 +139,13 @@ def _lose(world: World, number: int) -> None:
     life = _pick([life for life in world.lives.values() if life.size], number)
     if life is not None:
         world.apply(world.E.InputsLost(life.life))
+
+
+def _give_up(world: World, number: int, kind: int) -> None:
+    """A defect ends the work on a request that was prepared, whatever became of it since."""
+    life = _pick([life for life in world.lives.values() if life.size], number)
+    if life is not None:
+        world.apply(world.E.GivenUp(life.life, InternalError("encode_failed", f"defect {kind}")))
 
 
 def _pull(world: World, req: int) -> None:
@@ -262,6 +270,7 @@ DO: dict[str, Callable[..., None]] = {
     "encoded": _encoded,
     "fail": _fail,
     "lose": _lose,
+    "give_up": _give_up,
     "pull": _pull,
     "take": _take,
     "send_ok": _send_ok,

@@ -205,7 +205,7 @@ class World:
             case E.Encoded():
                 life.stage = None
                 self._stage(life)
-            case E.Failed():
+            case E.Failed() | E.GivenUp():
                 life.stage = None
             case E.Pull() if admitted:
                 life.sends.append(event.address)

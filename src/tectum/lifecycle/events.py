@@ -111,6 +111,14 @@ class InputsLost(NamedTuple):
     life: int
 
 
+class GivenUp(NamedTuple):
+    """The shell met a defect in the work on this request, once it was prepared, and knows no more how far that came."""
+
+    life: int
+    error: TectumError
+    reason: Reason = Reason.ENCODE_FAILED
+
+
 class SendStarted(NamedTuple):
     """Somebody asks to read the staged rows for `address`."""
 
@@ -171,6 +179,7 @@ Event = (
     | Encoded
     | Failed
     | InputsLost
+    | GivenUp
     | SendStarted
     | SendConfirmed
     | SendFailed

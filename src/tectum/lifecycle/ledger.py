@@ -34,6 +34,7 @@ from tectum.lifecycle.events import (
     Event,
     Failed,
     Free,
+    GivenUp,
     InputsLost,
     LedgerEvent,
     LifecycleViolationError,
@@ -327,7 +328,7 @@ class Ledger:
         """An event for a life that holds nothing any more: asking is refused, leaving is fine, the rest cannot be."""
         if isinstance(event, (PrepareStarted, EncodeStarted)):
             effects.append(Refuse(LifecycleError("request_released", "Encoder request was released before this stage")))
-        elif not isinstance(event, (ReleaseAsked, CallerLeft, InputsLost)):
+        elif not isinstance(event, (ReleaseAsked, CallerLeft, InputsLost, GivenUp)):
             raise LifecycleViolationError(f"{type(event).__name__} for life {event.life}, which holds nothing")
 
     def _life(self, life: int, event: Event) -> Request:
@@ -571,6 +572,7 @@ _LIFE_EVENTS = (
     Encoded,
     Failed,
     InputsLost,
+    GivenUp,
     SendConfirmed,
     SendFailed,
     CallerLeft,

@@ -31,6 +31,7 @@ from tectum.lifecycle.events import (
     Event,
     Failed,
     Free,
+    GivenUp,
     InputsLost,
     LifecycleViolationError,
     Metadata,
@@ -173,10 +174,20 @@ def _end_stage(request: Request, event: Event, effects: list[Effect]) -> None:
     _free_if_unused(request, effects)
 
 
-def _fail(request: Request, event: Failed, effects: list[Effect]) -> None:
+def _fail(request: Request, event: Failed | GivenUp, effects: list[Effect]) -> None:
     """Release for the failure; everybody gets the error as it was raised."""
     request.stage_open = False
     _release(request, event.reason, event.error, effects)
+
+
+def _end_stage_if_any(request: Request, event: Event, effects: list[Effect]) -> None:
+    """A stage that still ran has ended with it; where none ran, nothing (R4)."""
+    if request.stage_open:
+        _end_stage(request, event, effects)
+
+
+def _stands(request: Request, event: Event, effects: list[Effect]) -> None:
+    """Nothing: the rows are there, whole."""
 
 
 def _take_answer(request: Request, event: AnswerTaken, effects: list[Effect]) -> None:
@@ -290,6 +301,7 @@ TABLE: dict[State, dict[type, Move]] = {
     S.PREPARED: {
         EncodeStarted: Move(S.ENCODING, _begin_stage),
         InputsLost: Move(None, _lose_inputs),
+        GivenUp: Move(None, _fail),
         SendStarted: Move(S.PREPARED, _refuse_not_ready),
         DestinationsAdded: Move(S.PREPARED, _add_destinations),
         CallerLeft: Move(None, _caller_left),
@@ -298,6 +310,7 @@ TABLE: dict[State, dict[type, Move]] = {
     S.ENCODING: {
         Encoded: Move(S.STAGED, _stage),
         InputsLost: Move(S.ENCODING, _not_needed),
+        GivenUp: Move(None, _fail),
         SendStarted: Move(S.ENCODING, _refuse_not_ready),
         DestinationsAdded: Move(S.ENCODING, _add_destinations),
         CallerLeft: Move(None, _caller_left),
@@ -305,6 +318,7 @@ TABLE: dict[State, dict[type, Move]] = {
     },
     S.STAGED: {
         InputsLost: Move(S.STAGED, _not_needed),
+        GivenUp: Move(S.STAGED, _stands),
         AnswerTaken: Move(S.STAGED, _take_answer),
         SendStarted: Move(S.STAGED, _begin_send),
         SendConfirmed: Move(None, _confirm),
@@ -318,6 +332,7 @@ TABLE: dict[State, dict[type, Move]] = {
         Encoded: Move(None, _end_stage),
         Failed: Move(None, _end_stage),
         InputsLost: Move(S.DRAINING, _not_needed),
+        GivenUp: Move(None, _end_stage_if_any),
         SendConfirmed: Move(None, _end_send),
         SendFailed: Move(None, _end_send),
         PrepareStarted: Move(S.DRAINING, _refuse_released),

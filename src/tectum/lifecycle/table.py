@@ -49,6 +49,7 @@ _DECIDED = {
     "_confirm": "{state} or draining or released",
     "_lose": "{state} or draining or released",
     "_end_stage": "draining or released",
+    "_end_stage_if_any": "draining or released",
     "_end_send": "draining or released",
 }
 

@@ -33,6 +33,7 @@ from tectum.lifecycle.events import (
     Ended,
     Failed,
     Free,
+    GivenUp,
     InputsLost,
     LedgerEvent,
     Milestone,
@@ -334,9 +335,10 @@ class Pipeline:
         """Keep one encoder busy while anything waits for it. A defect met on one batch never stops the others."""
         while True:
             await lane.work_waits.wait()
-            batch: list[Job] = []
+            taken: list[Job] = []
             try:
-                batch = [job for job in lane.batcher.take() if self._may(EncodeStarted(job.life))]
+                taken = lane.batcher.take()
+                batch = [job for job in taken if self._may(EncodeStarted(job.life))]
                 if not len(lane.batcher):
                     lane.work_waits.clear()
                 if batch:
@@ -347,7 +349,7 @@ class Pipeline:
                         await asyncio.wait(lane.running, return_when=asyncio.FIRST_COMPLETED)
             except Exception as error:
                 log.exception("a defect in the encode loop")
-                self._give_up(batch, _unexpected(error, "encoding"))
+                self._give_up(taken, _unexpected(error, "encoding"))
 
     async def _encode_safely(self, batch: list[Job]) -> None:
         try:
@@ -357,11 +359,8 @@ class Pipeline:
             self._give_up(batch, _unexpected(error, "encoding"))
 
     def _give_up(self, batch: list[Job], error: TectumError) -> None:
-        """End the stage of whatever of a batch has not ended yet."""
         for job in batch:
-            live = self.ledger.life(job.life)
-            if live is not None and live.stage_open:
-                self._handle(Failed(job.life, error))
+            self._handle(GivenUp(job.life, error))
 
     async def _encode(self, batch: list[Job]) -> None:
         """One forward. A batch that fails as a whole is retried one by one, so that only the culprit fails (R15)."""

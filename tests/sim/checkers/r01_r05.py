@@ -36,7 +36,7 @@ class OneRelease(Checker):
             self.must(ended.life not in self._ended, f"life {ended.life} ended twice")
             self._ended.add(ended.life)
             asked = getattr(step.event, "reason", None)
-            if isinstance(step.event, (world.E.ReleaseAsked, world.E.Failed, world.E.Release)):
+            if isinstance(step.event, (world.E.ReleaseAsked, world.E.Failed, world.E.GivenUp, world.E.Release)):
                 refused_for_size = isinstance(step.event, world.E.Prepared)
                 self.must(
                     refused_for_size or ended.reason == asked,

@@ -19,7 +19,8 @@ class MetadataPublished(Checker):
                 if waiter.milestone is E.Milestone.METADATA:
                     wake = woken.get(waiter.number)
                     self.must(wake is not None and wake.metadata is step.event.metadata, "a metadata waiter sleeps on")
-        if isinstance(step.event, E.Failed) and not step.was_ended:
+        given_up = isinstance(step.event, E.GivenUp) and step.life is not None and not step.life.staged
+        if (isinstance(step.event, E.Failed) or given_up) and not step.was_ended:
             for waiter in step.waiters_before:
                 if waiter.kind != "register":
                     wake = woken.get(waiter.number)

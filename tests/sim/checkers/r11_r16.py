@@ -55,6 +55,10 @@ class Outcomes(Checker):
                 self.must(ended.reason == world.E.Reason.WORKER_LOST, f"lost with its encoder, yet {ended.reason}")
                 self.must(ended.error.status == 503 and ended.error.retryable, "the caller is not told to retry")
 
+        if isinstance(step.event, world.E.GivenUp) and step.life is not None and not step.was_ended:
+            ended = step.first(world.E.Ended)
+            self.must((ended is not None) != step.life.staged, "rows that are there stay, and nothing else does")
+
     def at_end(self, world: World) -> None:
         for life in world.lives.values():
             self.must(life.ended is not None, f"life {life.life} has no outcome")
@@ -122,7 +126,7 @@ class Neighbours(Checker):
 
     def after(self, world: World, step: Step) -> None:
         E = world.E
-        if not isinstance(step.event, (E.Failed, E.SendFailed)) or step.life is None:
+        if not isinstance(step.event, (E.Failed, E.GivenUp, E.SendFailed)) or step.life is None:
             return
         mine = {w.number for w in world.waiters.values() if w.life == step.life.life}
         for effect in step.effects:
