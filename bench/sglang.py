@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,13 +21,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2
 from rich.console import Console
 from rich.table import Table
 
 from bench.report import machine
 from bench.sections import ENVIRONMENT
 from tectum.demo.encoder_process import EncoderProcess
+from tectum.demo.engines.server import free_port, serving
+from tectum.demo.engines.sglang import environment
 from tectum.models.tiny import build_tiny_qwen2_5_vl
 
 TARGET_RATIO, TARGET_DELIVERY = 1.5, 0.9
@@ -124,48 +124,15 @@ def encoders(arguments: argparse.Namespace) -> dict[str, Any]:
 @contextmanager
 def sglang_encoder(folder: Path, threads: int, log: Path) -> Iterator[str]:
     """SGLang's own encoder as a process; its URL, once it is healthy."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": "",
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_HOST_IP": "127.0.0.1",
-        "SGLANG_ENCODER_MAX_BATCH_SIZE": "1",
-        "OMP_NUM_THREADS": str(threads),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    port = free_port()
     command = (
         f"{os.environ['SGLANG_PYTHON']} -W ignore -m sglang.launch_server --encoder-only --device cpu --dtype float32"
     )
     command += f" --encoder-transfer-backend zmq_to_scheduler --mm-attention-backend sdpa --port {port}"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*command.split(), "--model-path", str(folder)], env=environment, stdout=output, stderr=output
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_healthy(process, url, log)
+    words = [*command.split(), "--model-path", str(folder)]
+    within = environment(SGLANG_ENCODER_MAX_BATCH_SIZE="1", OMP_NUM_THREADS=str(threads))
+    with serving("SGLang's encoder", words, port, within, log, patience=240, grace=20) as url:
         yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx2.get(f"{url}/health", timeout=60).status_code == 200:
-                return
-        except httpx2.TransportError:
-            time.sleep(0.5)
-    raise RuntimeError(f"SGLang's encoder did not start: {log.read_text()[-1000:]}")
 
 
 def load(name: str, url: str, side: int, clients: int, seconds: float) -> dict[str, Any]:

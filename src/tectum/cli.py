@@ -146,6 +146,14 @@ def gateway(
     engine_token_file: Annotated[
         Path | None, typer.Option(help="File with the engine's bearer token; without it the caller's own passes on.")
     ] = None,
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(help="PEM file of the authority of the encoders' and the engine's certificates (https)."),
+    ] = None,
+    cert_file: Annotated[
+        Path | None, typer.Option(help="PEM file of your own certificate, for mutual TLS with them.")
+    ] = None,
+    key_file: Annotated[Path | None, typer.Option(help="PEM file of its key.")] = None,
     max_body_bytes: Annotated[int, typer.Option(min=1024, help="Largest request body (bytes).")] = 64 * 1024 * 1024,
     encode_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that an encoder may take.")] = 120.0,
 ) -> None:
@@ -186,8 +194,11 @@ def encode(
     if not out.parent.is_dir():  # said before the work, not after it
         raise StartupError("invalid_settings", f"out: there is no folder {out.parent}")
     if url is not None:
-        papers = (ca_file, cert_file, key_file)
-        embedding = _encode_there(url, files, asked, token=_token(token_file), timeout=timeout, **_papers(*papers))
+        from tectum.engines.tls import papers
+
+        verify, cert = papers(ca_file, cert_file, key_file)
+        options_there = {"token": _token(token_file), "timeout": timeout, "verify": verify, "cert": cert}
+        embedding = _encode_there(url, files, asked, **options_there)
     else:
         encoder = _needs_serve("tectum.pipeline.encoder", "Encoder")
         with encoder(model, **{name: value for name, value in (settings or {}).items() if value is not None}) as here:
@@ -197,14 +208,6 @@ def encode(
         f"{len(files)} item(s), {sum(embedding.item_rows)} rows of {embedding.width} {embedding.dtype} -> {out}",
         highlight=False,
     )
-
-
-def _papers(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> dict[str, Any]:
-    """What `Client` takes for these files. Raises StartupError `invalid_settings`."""
-    if (cert_file is None) != (key_file is None):
-        raise StartupError("invalid_settings", "cert_file and key_file go together")
-    cert = None if cert_file is None else (cert_file, key_file)
-    return {"verify": True if ca_file is None else ca_file, "cert": cert}
 
 
 def _encode_there(url: str, files: list[str], asked: dict[str, Any], **options: Any) -> Any:

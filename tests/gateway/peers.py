@@ -61,14 +61,14 @@ class Engine:
 
 
 @contextlib.contextmanager
-def running(app: Any) -> Iterator[str]:
-    """`app` on a free loopback port, in a thread; its URL inside the block."""
+def running(app: Any, **tls: Any) -> Iterator[str]:
+    """`app` on a free loopback port, in a thread; its URL inside the block. tls: uvicorn's settings that begin with ssl_."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1, **tls))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"http{'s' * bool(tls)}://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(20)

@@ -1,4 +1,4 @@
-"""TLS at the client's end: whose certificates are believed, and which one is shown. For `client`, `pull` and `vllm`.
+"""TLS at the client's end: whose certificates are believed, and which one is shown. For `client`, `pull`, `vllm`, the gateway.
 
 Owns how the choices of a caller become one context, and what a failed handshake is called. Opens no connection.
 """
@@ -25,6 +25,14 @@ _MEND = {
 _SHOW = "cert, --cert-file and --key-file"
 #: what may be wrong where a server hangs up over TLS before it answers: many say nothing to a client without a certificate
 HUNG_UP = f"it hung up before it answered, as it may where it wants another certificate ({_SHOW})"
+
+
+def papers(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> tuple[Verify, Cert | None]:
+    """`verify` and `cert` for these files, which are not opened. Raises StartupError `invalid_settings`."""
+    if (cert_file is None) != (key_file is None):
+        raise StartupError("invalid_settings", "cert_file and key_file go together")
+    cert = None if cert_file is None or key_file is None else (cert_file, key_file)
+    return True if ca_file is None else ca_file, cert
 
 
 def client_context(url: str, verify: Verify = True, cert: Cert | None = None) -> ssl.SSLContext | None:

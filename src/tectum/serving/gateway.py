@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import ssl
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -29,6 +30,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tectum.config import Settings, is_loopback
+from tectum.engines.tls import HUNG_UP, client_context, handshake_failure, papers
 from tectum.errors import InternalError, MMError, StartupError, TectumError, UnavailableError
 from tectum.serving.chat import Chat, Held, Medium, form_of
 from tectum.serving.connection import Connection, ConnectionLimits
@@ -53,7 +55,8 @@ _HOP = frozenset(
 @dataclass(frozen=True)
 class GatewaySettings:
     """encoders, engine: `http(s)://host:port`. Token files hold one token on their first line: the one that callers must
-    send, and those that the encoders and the engine want (without the latter the caller's own passes on).
+    send, and those that the encoders and the engine want (without the latter the caller's own passes on). ca_file, cert_file,
+    key_file: for those of them that are https: whose certificates are believed, and the one that is shown.
 
     Raises StartupError `invalid_settings`.
     """
@@ -65,6 +68,9 @@ class GatewaySettings:
     token_file: Path | None = None
     encoder_token_file: Path | None = None
     engine_token_file: Path | None = None
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
     max_body_bytes: int = 64 * 1024 * 1024
     encode_timeout: float = 120.0
 
@@ -79,6 +85,16 @@ class GatewaySettings:
         if not is_loopback(self.host) and self.token_file is None:
             text = f"host {self.host} is reachable from outside: give --token-file, or listen on 127.0.0.1"
             raise StartupError("invalid_settings", text)
+        papers(self.ca_file, self.cert_file, self.key_file)
+
+    def context(self) -> ssl.SSLContext | None:
+        """For whoever is https among the encoders and the engine; None where nobody is.
+
+        Raises StartupError `invalid_settings` for files that cannot be used, or that nobody is there for.
+        """
+        urls = (*self.encoders, self.engine)
+        secure = next((url for url in urls if _is_https(url)), self.engine)
+        return client_context(secure, *papers(self.ca_file, self.cert_file, self.key_file))
 
 
 # --- the encoders ---
@@ -87,12 +103,15 @@ class GatewaySettings:
 class Encoders:
     """Several encoders. The same content goes to the same one as long as it is there; when it is not, to the next."""
 
-    def __init__(self, urls: Sequence[str], token: str | None, timeout: float) -> None:
+    def __init__(
+        self, urls: Sequence[str], token: str | None, timeout: float, tls: ssl.SSLContext | None = None
+    ) -> None:
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self._clients = {
             url.rstrip("/"): httpx2.AsyncClient(
                 base_url=url.rstrip("/"),
                 headers=headers,
+                verify=tls or True,
                 timeout=httpx2.Timeout(timeout, connect=5.0),
                 limits=_LIMITS,
                 trust_env=False,
@@ -161,7 +180,7 @@ class Encoders:
         try:
             answer = await self._clients[encoder].request(method, path, **more)
         except httpx2.TransportError as error:
-            text = f"No encoder answered ({type(error).__name__})"
+            text = f"No encoder answered ({_note(error, 'an encoder', encoder)})"
             raise UnavailableError("server_unreachable", text, retry_after=1.0) from None
         if not answer.is_success:
             raise _error_of(answer)
@@ -198,13 +217,14 @@ class Encoders:
     async def ready(self) -> bool:
         """Whether some encoder takes work."""
 
-        async def one(client: httpx2.AsyncClient) -> bool:
+        async def one(url: str, client: httpx2.AsyncClient) -> bool:
             try:
                 return (await client.get("/health/ready")).is_success
-            except httpx2.TransportError:
+            except httpx2.TransportError as error:
+                _note(error, "an encoder", url)  # where it is TLS, the log has to say so
                 return False
 
-        return any(await asyncio.gather(*(one(client) for client in self._clients.values())))
+        return any(await asyncio.gather(*(one(url, client) for url, client in self._clients.items())))
 
     async def aclose(self) -> None:
         await asyncio.gather(*self._releasing, return_exceptions=True)
@@ -265,10 +285,13 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings) -> None:
         encoder_token, engine_token = _token(settings.encoder_token_file), _token(settings.engine_token_file)
-        self._encoders = Encoders(settings.encoders, encoder_token, settings.encode_timeout)
+        tls = settings.context()
+        self._encoders = Encoders(settings.encoders, encoder_token, settings.encode_timeout, tls)
         self._engine_auth = None if engine_token is None else f"Bearer {engine_token}".encode()
+        self._engine_url = settings.engine.rstrip("/")
         self._engine = httpx2.AsyncClient(
-            base_url=settings.engine.rstrip("/"),
+            base_url=self._engine_url,
+            verify=tls or True,
             timeout=httpx2.Timeout(None, connect=5.0),
             limits=_LIMITS,
             trust_env=False,
@@ -328,7 +351,7 @@ class Gateway:
         try:
             answer = await self._engine.send(request, stream=True)
         except httpx2.TransportError as error:
-            text = f"The engine did not answer ({type(error).__name__})"
+            text = f"The engine did not answer ({_note(error, 'the engine', self._engine_url)})"
             raise UnavailableError("server_unreachable", text, retry_after=1.0) from None
         try:
             kept = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in _HOP_BYTES]
@@ -347,7 +370,8 @@ class Gateway:
     async def _ready(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             engine = (await self._engine.get("/health")).is_success
-        except httpx2.TransportError:
+        except httpx2.TransportError as error:
+            _note(error, "the engine", self._engine_url)  # where it is TLS, the log has to say so
             engine = False
         if not engine:
             raise UnavailableError("server_unreachable", "The engine is not ready", retry_after=1.0)
@@ -423,6 +447,29 @@ def run(settings: GatewaySettings) -> int:
         Console(stderr=True).print(f"ready on http://{bracketed(host)}:{port}", highlight=False, soft_wrap=True)
         ServerUntilSignal(config).run(sockets=[listener])
     return 0
+
+
+def _is_https(url: str) -> bool:
+    return url.startswith("https://")
+
+
+def _note(error: httpx2.TransportError, who: str, url: str) -> str:
+    """Log what TLS has, or may have, to do with a failure; returns its kind, as callers are told it.
+
+    They are not told the reason: it names hosts, and it is the operator who can mend it.
+    """
+    reason = handshake_failure(error)
+    hung_up = isinstance(error, (httpx2.RemoteProtocolError, httpx2.ReadError))
+    if reason is not None:
+        log.warning("no TLS with %s at %s: %s", who, _netloc(url), reason)
+    elif hung_up and _is_https(url):
+        log.warning("no answer from %s at %s: %s", who, _netloc(url), HUNG_UP)
+    return type(error).__name__ if reason is None else "TLS failed, the gateway's log says why"
+
+
+def _netloc(url: str) -> str:
+    """Host and port, without the credentials that a URL may hold."""
+    return httpx2.URL(url).netloc.decode("ascii")
 
 
 def _token(file: Path | None) -> str | None:

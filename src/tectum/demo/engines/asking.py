@@ -1,6 +1,6 @@
-"""What both engines' demos do alike: find the engine, wait for its server, ask it as an end user, and say what it answered.
+"""What both engines' demos do alike: find the engine, ask it as an end user, and say what it answered.
 
-Owns no process; `sglang.py` and `vllm.py` start their own.
+Owns no process; `sglang.py` and `vllm.py` start their own, as `server.py` runs one.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 import base64
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
 
 import httpx2
 from rich.console import Console
@@ -29,8 +27,6 @@ from tectum.errors import StartupError, UnavailableError
 
 #: the name under which the engines serve the demo's model
 MODEL = "demo"
-#: seconds that an engine may take to start: most of it goes into its imports
-PATIENCE = 400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +69,6 @@ def python_of(engine: str, given: Path | None) -> str:
         return sys.executable
     text = f"--engine {engine} needs its environment: `make compat-{engine}` builds one, --engine-python PATH names another"
     raise StartupError("missing_dependency", text)
-
-
-def wait_until_healthy(process: subprocess.Popen[Any], url: str, log: IO[bytes]) -> None:
-    """Returns when `url` is healthy. log: where the process writes.
-
-    Raises UnavailableError `server_unreachable` when it ends, or is not healthy within `PATIENCE`; its last lines are
-    printed then.
-    """
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx2.get(f"{url}/health", timeout=30).is_success:
-                return
-        except httpx2.TransportError:
-            time.sleep(0.5)
-    log.seek(0)
-    sys.stderr.write(b"".join(log.readlines()[-20:]).decode(errors="replace"))
-    how = "did not get healthy in time" if process.poll() is None else f"ended with code {process.returncode}"
-    raise UnavailableError("server_unreachable", f"The engine's server {how}; its last lines are above")
 
 
 def ask_all(url: str, asked: Sequence[Asked], receiver: Receiver) -> list[EngineAnswer]:

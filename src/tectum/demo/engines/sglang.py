@@ -8,9 +8,6 @@ to say what the model in one piece says.
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +17,8 @@ from rich.console import Console
 
 from tectum.demo import answers
 from tectum.demo.encoder_process import EncoderProcess
-from tectum.demo.engines.asking import MODEL, ask_all, python_of, refuse_swap, released, report, wait_until_healthy
+from tectum.demo.engines.asking import MODEL, ask_all, python_of, refuse_swap, released, report
+from tectum.demo.engines.server import demo_engine, free_port
 from tectum.demo.receiver import Receiver
 
 BACKEND = "zmq_to_scheduler"
@@ -57,38 +55,16 @@ def run(*, json_output: bool, swap: bool, seed: int, python: Path | None = None)
 def engine(python: str, model: Path, *flags: str, backend: str = BACKEND) -> Iterator[str]:
     """SGLang's language-only server for `model`: its URL, once it is healthy. flags: where its encoders are.
 
-    Raises UnavailableError `server_unreachable` as `wait_until_healthy` does.
+    Raises UnavailableError `server_unreachable` as `demo_engine` does.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": "",
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_HOST_IP": "127.0.0.1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
+    port = free_port()
     where = ("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port))
     command = [python, "-W", "ignore", "-m", "sglang.launch_server", *_ENGINE_FLAGS, *where, *flags]
-    with tempfile.TemporaryFile("w+b") as log:
-        process = subprocess.Popen(
-            [*command, "--encoder-transfer-backend", backend], env=environment, stdout=log, stderr=log
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait_until_healthy(process, url, log)
-            yield url
-        finally:
-            _end(process)
+    with demo_engine([*command, "--encoder-transfer-backend", backend], port, environment()) as url:
+        yield url
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, on which SGLang ends its own processes; SIGKILL when it does not."""
-    process.terminate()
-    try:
-        process.wait(30)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def environment(**more: str) -> dict[str, str]:
+    """What a server of SGLang's runs in: on the CPU, on loopback, with one thread, and nothing of ours on its path."""
+    cpu = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": "", "SGLANG_HOST_IP": "127.0.0.1", **cpu, **more}

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +20,8 @@ from rich.console import Console
 import tectum
 from tectum.demo import answers
 from tectum.demo.encoder_process import EncoderProcess, ServerProcess
-from tectum.demo.engines.asking import MODEL, ask_all, python_of, refuse_swap, released, report, wait_until_healthy
+from tectum.demo.engines.asking import MODEL, ask_all, python_of, refuse_swap, released, report
+from tectum.demo.engines.server import demo_engine, free_port
 from tectum.demo.receiver import Receiver
 
 _ENCODER_FLAGS = ("--forward-threads", "1", "--log-level", "warning", "--no-dashboard")
@@ -63,10 +61,9 @@ def run(*, json_output: bool, swap: bool, seed: int, python: Path | None = None)
 def engine(python: str, model: Path, encoder: str) -> Iterator[tuple[str, str]]:
     """vLLM's server for `model`, whose connector takes rows from `encoder`: its URL once it is healthy, and its version.
 
-    Raises UnavailableError `server_unreachable` as `wait_until_healthy` does.
+    Raises UnavailableError `server_unreachable` as `demo_engine` does.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     transfer = {
         "ec_connector": "TectumConnector",
         "ec_connector_module_path": "tectum.engines.vllm",
@@ -75,24 +72,9 @@ def engine(python: str, model: Path, encoder: str) -> Iterator[tuple[str, str]]:
     }
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += [*_ENGINE_FLAGS, "--ec-transfer-config", json.dumps(transfer)]
-    with tempfile.TemporaryDirectory(prefix="tectum-demo-") as folder, tempfile.TemporaryFile("w+b") as log:
+    with tempfile.TemporaryDirectory(prefix="tectum-demo-") as folder:
         # this very Tectum in the engine's environment, and nothing else of ours
         (Path(folder) / "tectum").symlink_to(Path(tectum.__file__).parent)
         environment = {**os.environ, **_ENGINE_ENVIRONMENT, "PYTHONPATH": folder}
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait_until_healthy(process, url, log)
+        with demo_engine(command, port, environment) as url:
             yield url, str(httpx2.get(f"{url}/version", timeout=30).json()["version"])
-        finally:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, on which vLLM ends its own processes; SIGKILL for all of them when it does not."""
-    process.terminate()
-    try:
-        process.wait(30)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
