@@ -30,6 +30,8 @@ QUOTES_EACH, QUOTES_BESIDE = 24, 1024
 MAX_OPTIONS = 64
 #: parts of a multipart body beside its files
 MAX_FIELDS = 4
+#: bytes of one header of a part: a name and a filename. Each line that a header is folded into costs as much as a header
+MAX_PART_HEADER = 2048
 
 
 class ItemBody(Struct, forbid_unknown_fields=True):
@@ -212,7 +214,11 @@ def _parser(content_type: str, max_items: int) -> PushMultipartParser:
     _, parameters = parse_options_header(content_type)
     if parameters.get("charset", "utf-8").lower() not in ("utf-8", "utf8", "us-ascii"):
         raise BadRequestError("invalid_request", "The multipart body's charset is not UTF-8")
-    return PushMultipartParser(parameters.get("boundary", ""), max_segment_count=max_items + MAX_FIELDS)
+    return PushMultipartParser(
+        parameters.get("boundary", ""),
+        max_header_size=MAX_PART_HEADER,
+        max_segment_count=max_items + MAX_FIELDS,
+    )
 
 
 def _keep(segment: MultipartSegment, content: bytes, described: list[bytes], files: dict[str, bytes]) -> None:
