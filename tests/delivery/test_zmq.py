@@ -146,6 +146,19 @@ async def test_many_requests_share_a_connection_and_stay_apart(backend):
 
 
 @with_backend()
+async def test_heartbeats_that_libzmq_answers_are_not_taken_for_rows(backend):
+    with zmq.Context() as context, context.socket(zmq.PULL) as pull:
+        pull.setsockopt(zmq.HEARTBEAT_IVL, 5)
+        destination = zmq_destination("127.0.0.1", pull.bind_to_random_port("tcp://127.0.0.1"))
+        error = BadRequestError("invalid_request", "no")
+        await backend.notify("r1", destination, error)
+        (connection,) = backend._connections.values()
+        await until(lambda: connection._acknowledged.now() > connection._end + 300)
+        await backend.notify("r2", destination, error)
+        assert connection._acknowledged.now() - connection._end < 100, "a message would count that many bytes too early"
+
+
+@with_backend()
 async def test_an_error_is_one_frame(backend):
     with Receiver() as receiver:
         error = BadRequestError("image_too_large", "Too many pixels")
