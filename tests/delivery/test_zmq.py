@@ -22,7 +22,7 @@ from zmq.utils.garbage import gc as garbage
 
 from tectum.config import Settings
 from tectum.delivery.base import Deliveries, deliveries, split_address, zmq_destination
-from tectum.delivery.zmq import ZmqBackend
+from tectum.delivery.zmq import ZmqBackend, _Acknowledged
 from tectum.errors import BadRequestError, DeliveryError, StartupError
 from tectum.types import Destination
 from tests.delivery.rows import Rows
@@ -467,3 +467,23 @@ def test_the_certificates_of_pyzmq_are_taken(tmp_path):
                 assert torch.equal(got, staged.expected)
 
     asyncio.run(main())
+
+
+def test_bytes_that_were_on_their_way_before_the_count_began_are_not_of_it():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with socket.create_connection(listening.getsockname()) as sender, listening.accept()[0] as reader:
+            acknowledged = _Acknowledged(sender.fileno())
+            sender.setblocking(False)
+            sent = sender.send(bytes(4 * MIB))  # more than the peer's kernel takes: the rest waits here
+            acknowledged.start(7)
+            while sent:
+                sent -= len(reader.recv(MIB))
+            sender.setblocking(True)
+            sender.sendall(b"rows")
+            assert reader.recv(4) == b"rows"
+            deadline = time.monotonic() + 10
+            while acknowledged.now() < 11:
+                assert time.monotonic() < deadline
+            assert acknowledged.now() == 11
+            acknowledged.stop()

@@ -11,9 +11,11 @@ ends before. What the peer's process does with bytes that its kernel took is bey
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
 import struct
+import termios
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -256,8 +258,9 @@ class _Acknowledged:
         self._last = 0
 
     def start(self, count: int) -> None:
-        """From `count` on: called when all that was sent is acknowledged, the handshake too, and nothing is queued."""
-        self._base = self._read() - count
+        """From `count` on: called when nothing is queued. What the kernel has of before, such as the handshake, is left out."""
+        waiting: int = struct.unpack("=i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))[0]
+        self._base = self._read() + waiting - count
 
     def now(self) -> int:
         if self._socket.fileno() >= 0:
