@@ -22,7 +22,7 @@ from zmq.utils.garbage import gc as garbage
 
 from tectum.config import Settings
 from tectum.delivery.base import Deliveries, deliveries, split_address, zmq_destination
-from tectum.delivery.zmq import ZmqBackend
+from tectum.delivery.zmq import ZmqBackend, _Acknowledged
 from tectum.errors import BadRequestError, DeliveryError, StartupError
 from tectum.types import Destination
 from tests.delivery.rows import Rows
@@ -143,6 +143,19 @@ async def test_many_requests_share_a_connection_and_stay_apart(backend):
             assert torch.equal(got, staged[message.req_id].expected)
         await asyncio.gather(*sending)
         assert backend.open_connections() == 1
+
+
+@with_backend()
+async def test_heartbeats_that_libzmq_answers_are_not_taken_for_rows(backend):
+    with zmq.Context() as context, context.socket(zmq.PULL) as pull:
+        pull.setsockopt(zmq.HEARTBEAT_IVL, 5)
+        destination = zmq_destination("127.0.0.1", pull.bind_to_random_port("tcp://127.0.0.1"))
+        error = BadRequestError("invalid_request", "no")
+        await backend.notify("r1", destination, error)
+        (connection,) = backend._connections.values()
+        await until(lambda: connection._acknowledged.now() > connection._end + 300)
+        await backend.notify("r2", destination, error)
+        assert connection._acknowledged.now() - connection._end < 100, "a message would count that many bytes too early"
 
 
 @with_backend()
@@ -454,3 +467,23 @@ def test_the_certificates_of_pyzmq_are_taken(tmp_path):
                 assert torch.equal(got, staged.expected)
 
     asyncio.run(main())
+
+
+def test_bytes_that_were_on_their_way_before_the_count_began_are_not_of_it():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with socket.create_connection(listening.getsockname()) as sender, listening.accept()[0] as reader:
+            acknowledged = _Acknowledged(sender.fileno())
+            sender.setblocking(False)
+            sent = sender.send(bytes(4 * MIB))  # more than the peer's kernel takes: the rest waits here
+            acknowledged.start(7)
+            while sent:
+                sent -= len(reader.recv(MIB))
+            sender.setblocking(True)
+            sender.sendall(b"rows")
+            assert reader.recv(4) == b"rows"
+            deadline = time.monotonic() + 10
+            while acknowledged.now() < 11:
+                assert time.monotonic() < deadline
+            assert acknowledged.now() == 11
+            acknowledged.stop()

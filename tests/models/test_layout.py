@@ -40,6 +40,7 @@ def test_a_layout_that_is_faster_and_gives_the_same_bits_stays():
     assert layout.lay_out_patch_embeddings(torch.nn.Sequential(embedding)) == 1
     assert channels_last(embedding)
     assert torch.equal(embedding.weight, before), "other values in another place are another encoder"
+    assert not embedding.weight.is_inference(), "such weights can be used in inference mode alone"
 
 
 @pytest.mark.parametrize(

@@ -52,3 +52,23 @@ def test_of_two_descriptions_the_last_counts_and_parts_are_bounded():
     assert (read([field + BODY])).req_id == "r1"
     with pytest.raises(BadRequestError, match="malformed"):
         read([field * 3 + BODY], Settings(max_items=2))
+
+
+def test_what_is_malformed_is_not_repeated():
+    with pytest.raises(BadRequestError) as raised:
+        read([BODY.replace(b'filename="a.png"', b'filename="/home/\xff"')])
+    assert raised.value.message == "The multipart body is malformed: Segment header failed to decode"
+
+
+@pytest.mark.parametrize("called", [b"", b'; filename=""', b"; filename*=utf-8''%C3%A4.png"])
+def test_a_file_is_found_by_the_name_of_its_part_whatever_it_was_called(called):
+    request = read([BODY.replace(b'; filename="a.png"', called)])
+    assert request.items[0].data == MEDIA
+
+
+def test_the_headers_of_parts_are_bounded_folded_or_not():
+    long, folded = b"X-Y: " + b"y" * 3000, b"X-Y: y" + b"\r\n y" * 1500
+    for header in (long, folded):
+        with pytest.raises(BadRequestError, match="malformed: Maximum segment header length exceeded"):
+            read([BODY.replace(b"Content-Type: image/png", header)])
+    assert len(read([BODY.replace(b"Content-Type: image/png", b"X-Y: " + b"y" * 2000)]).items) == 2

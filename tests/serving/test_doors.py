@@ -180,7 +180,9 @@ def test_a_new_certificate_is_in_force_without_a_restart(tmp_path, papers, caplo
 # --- who is called, and on whose behalf ---
 
 
-def through(settings: Settings, headers: dict[str, str], tokens: Tokens | None = None) -> tuple[int, str]:
+def through(
+    settings: Settings, headers: dict[str, str], tokens: Tokens | None = None, body: bytes | None = None
+) -> tuple[int, str]:
     """The status that the guard gives, and the tenant of a request that came through it with the body's tenant `part`."""
     seen = ["", ""]
 
@@ -195,7 +197,8 @@ def through(settings: Settings, headers: dict[str, str], tokens: Tokens | None =
 
     async def get() -> int:
         async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:30100") as http:
-            return (await http.get("/v1/models", headers=headers)).status_code
+            method = "GET" if body is None else "POST"
+            return (await http.request(method, "/v1/models", headers=headers, content=body)).status_code
 
     return asyncio.run(get()), seen[1]
 
@@ -224,6 +227,18 @@ def test_a_loopback_server_without_a_token_answers_only_to_its_own_names(host, s
     file.write_text("secret")
     with_token = {"host": host, "authorization": "Bearer secret"}
     assert (through(settings, with_token, Tokens(file)))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ({"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c"}, b"{}", 400),
+        ({"connection": "Upgrade", "upgrade": "h2c"}, None, 200),
+        ({"upgrade": "h2c"}, b"{}", 200),
+    ],
+)
+def test_a_body_that_the_parser_would_skip_is_refused_in_plain_words(headers, body, status):
+    assert (through(Settings(), headers, body=body))[0] == status
 
 
 def test_the_tenant_is_the_tokens_own_and_else_what_a_trusted_proxy_or_the_body_says(tmp_path):

@@ -9,8 +9,9 @@ import pytest
 from fastapi import APIRouter, FastAPI
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp
 
-from tectum.errors import UnavailableError
+from tectum.errors import TectumError, UnavailableError
 from tectum.serving import hot, problems
 
 
@@ -33,8 +34,12 @@ def made(shortcut: bool) -> FastAPI:
     app.include_router(api)
     doors = hot.endpoints(api.routes, frozenset({"/v1/work"}))
     assert list(doors) == [("POST", "/v1/work")]
-    app.add_middleware(hot.HotDoors, doors=doors if shortcut else {})
+    app.add_middleware(hot.HotDoors, doors=doors if shortcut else {}, refuse=as_problem)
     return app
+
+
+def as_problem(path: str, error: TectumError, req_id: str | None) -> Response:
+    return problems.problem_response(error, req_id)
 
 
 def scope_marks(request: Request) -> list[str]:
@@ -42,7 +47,7 @@ def scope_marks(request: Request) -> list[str]:
     return [mark for mark in ("endpoint", "path_params") if mark in request.scope]
 
 
-def asked(app: FastAPI, method: str, path: str, body: str = "") -> httpx2.Response:
+def asked(app: ASGIApp, method: str, path: str, body: str = "") -> httpx2.Response:
     transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
 
     async def call() -> httpx2.Response:
@@ -73,3 +78,15 @@ def test_errors_are_the_same_on_both_ways(method, path, body, status):
 def test_the_shortcut_is_taken():
     assert (asked(made(True), "POST", "/v1/work", "well")).text == "well "
     assert (asked(made(False), "POST", "/v1/work", "well")).text == "well endpoint/path_params"
+
+
+def test_what_a_door_raises_is_answered_in_the_form_of_its_path():
+    async def door(request: Request) -> Response:
+        raise UnavailableError("overloaded", "The encoder is full: of tests", retry_after=2.0)
+
+    def refuse(path: str, error: TectumError, req_id: str | None) -> Response:
+        return PlainTextResponse(f"{path} {error.code} {req_id}", error.status)
+
+    app = hot.HotDoors(FastAPI(), {("POST", "/encode"): door}, refuse)
+    answer = asked(app, "POST", "/encode")
+    assert (answer.status_code, answer.text) == (503, "/encode overloaded None")

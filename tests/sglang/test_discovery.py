@@ -178,6 +178,13 @@ def test_a_bootstrap_server_ends_well_and_has_no_page_of_other_hosts(number):
     assert (pages, process.returncode) == ([404, 404, 200], 0)
 
 
+def test_a_bootstrap_server_reads_no_more_of_a_head_than_a_call_needs():
+    with bootstrap() as url:
+        answer = httpx2.get(f"{url}/health", headers={"x-long": "x" * 20_000})
+        assert (answer.status_code, answer.json()["code"]) == (431, "head_too_large")
+        assert httpx2.get(f"{url}/health").status_code == 200
+
+
 def test_a_bootstrap_server_for_others_needs_a_token():
     done = subprocess.run(
         [sys.executable, "-m", "tectum", "bootstrap", "--host", "0.0.0.0"], capture_output=True, text=True, timeout=60

@@ -11,9 +11,11 @@ ends before. What the peer's process does with bytes that its kernel took is bey
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
 import struct
+import termios
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -128,6 +130,7 @@ class _Connection:
         self._lost: asyncio.Future[None] = self._loop.create_future()
         self._acknowledged: _Acknowledged | None = None
         self._end = 0  # where the last message ends among the bytes that libzmq was given
+        self._under_way = 0  # messages that have not arrived
         self._timer: asyncio.TimerHandle | None = None
         self._socket = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # what is queued dies with its peer: the next one there is another
@@ -152,6 +155,10 @@ class _Connection:
         await self._unless_lost(self._up)
         if self._lost.done():
             raise _gone()
+        assert self._acknowledged is not None, "a connection that is up is known to the kernel"
+        if not self._under_way:  # whatever was acknowledged since is libzmq's own: it answers a peer's heartbeats
+            self._acknowledged.start(self._end)
+        self._under_way += 1
         freed: asyncio.Future[None] = self._loop.create_future()
         queued = self._queue(head, body, freed)
         try:
@@ -163,6 +170,7 @@ class _Connection:
             self.close()
             raise
         finally:
+            self._under_way -= 1
             await _outlast(freed)
 
     def _queue(self, head: bytes, body: memoryview | None, freed: asyncio.Future[None]) -> asyncio.Future[Any]:
@@ -200,7 +208,6 @@ class _Connection:
                     self._acknowledged.stop()
                 self._acknowledged = _Acknowledged(event["value"])
             elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._acknowledged is not None:
-                self._acknowledged.start()
                 self._up.set_result(None)
             elif self._up.done():
                 self.close()
@@ -239,7 +246,7 @@ class _Connection:
 
 
 class _Acknowledged:
-    """How many bytes of a connection the peer's kernel has acknowledged since `start`.
+    """How many bytes of a connection the peer's kernel has acknowledged, counted from `start`.
 
     Looks at the connection through a descriptor of its own, so that the last count can be read when libzmq has closed
     its own.
@@ -250,9 +257,10 @@ class _Acknowledged:
         self._base = 0
         self._last = 0
 
-    def start(self) -> None:
-        """From here on: called when the handshake is over and no message has been queued."""
-        self._base = self._read()
+    def start(self, count: int) -> None:
+        """From `count` on: called when nothing is queued. What the kernel has of before, such as the handshake, is left out."""
+        waiting: int = struct.unpack("=i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))[0]
+        self._base = self._read() + waiting - count
 
     def now(self) -> int:
         if self._socket.fileno() >= 0:

@@ -29,7 +29,7 @@ def _embeds_patches(convolution: torch.nn.Conv3d) -> bool:
     return plain and convolution.kernel_size == convolution.stride
 
 
-@torch.inference_mode()
+@torch.no_grad()  # inference_mode would leave weights that can be used nowhere but in it
 def _lay_out(embedding: torch.nn.Conv3d) -> bool:
     """Whether channels last gave the same bits in less time, and stays."""
     usual = embedding.weight.data

@@ -68,16 +68,16 @@ def create_app(
         app.include_router(dashboard.router(page, tokens))
         metrics.watch_pages(lambda: page.open_pages)
     carrying = hot.endpoints((route for router in routers for route in router.routes), HOT_PATHS)
-    app.add_middleware(hot.HotDoors, doors=carrying)
+    app.add_middleware(hot.HotDoors, doors=carrying, refuse=_refusal)
     if trace.wanted(settings.trace_endpoint):
         app.add_middleware(TraceCaller)
     app.add_middleware(Guard, settings=settings, tokens=tokens, budget=budget, hung_up=metrics.hung_up, refuse=_refusal)
     return app
 
 
-def _refusal(path: str, error: TectumError) -> Response:
-    """The answer to a request that no route sees, in the form that callers of its path read."""
-    return sglang.refusal(error) if path in sglang.PATHS else problems.problem_response(error)
+def _refusal(path: str, error: TectumError, req_id: str | None = None) -> Response:
+    """The answer to a request that no route sees, or that was refused as it was read, as callers of its path read it."""
+    return sglang.refusal(error) if path in sglang.PATHS else problems.problem_response(error, req_id)
 
 
 def _add_health(app: FastAPI, pipeline: Pipeline, pool: WorkerPool, health: Health) -> None:

@@ -30,6 +30,8 @@ QUOTES_EACH, QUOTES_BESIDE = 24, 1024
 MAX_OPTIONS = 64
 #: parts of a multipart body beside its files
 MAX_FIELDS = 4
+#: bytes of one header of a part: a name and a filename. Each line that a header is folded into costs as much as a header
+MAX_PART_HEADER = 2048
 
 
 class ItemBody(Struct, forbid_unknown_fields=True):
@@ -199,7 +201,8 @@ async def _read_multipart(request: Request, settings: Settings) -> EncodeRequest
                             _keep(segment, b"".join(content), described, files)
                             content.clear()
     except MultipartError as error:
-        text = f"The multipart body is malformed: {str(error)[:100]}"
+        # further arguments may hold a header as it came
+        text = f"The multipart body is malformed: {error.args[0]}"
         raise BadRequestError("invalid_request", text) from None
     if not described:
         raise BadRequestError("invalid_request", "The multipart body needs a field named request that holds the JSON")
@@ -211,15 +214,22 @@ def _parser(content_type: str, max_items: int) -> PushMultipartParser:
     _, parameters = parse_options_header(content_type)
     if parameters.get("charset", "utf-8").lower() not in ("utf-8", "utf8", "us-ascii"):
         raise BadRequestError("invalid_request", "The multipart body's charset is not UTF-8")
-    return PushMultipartParser(parameters.get("boundary", ""), max_segment_count=max_items + MAX_FIELDS)
+    return PushMultipartParser(
+        parameters.get("boundary", ""),
+        max_header_size=MAX_PART_HEADER,
+        max_segment_count=max_items + MAX_FIELDS,
+    )
 
 
 def _keep(segment: MultipartSegment, content: bytes, described: list[bytes], files: dict[str, bytes]) -> None:
-    """One part that has come whole: a file by its name, or the field that holds the JSON."""
-    if segment.filename is not None:
-        files[segment.name or ""] = content
-    elif segment.name == "request":
+    """One part that has come whole: the field that holds the JSON, or a file by its name.
+
+    A file need not say what it was called (RFC 7578, 4.2), and some say so in a form that is not read (`filename*`).
+    """
+    if segment.name == "request" and segment.filename is None:
         described.append(content)
+    else:
+        files[segment.name or ""] = content
 
 
 def openapi_schemas() -> dict[str, Any]:

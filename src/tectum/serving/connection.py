@@ -1,7 +1,7 @@
 """One connection, before there is a request: how many, how large a head may be, and how long anything may stall.
 
 uvicorn's protocol does the HTTP; what it leaves unbounded is bounded here: connections, the bytes and the time of a request
-line with its headers, requests sent ahead, and a reader that takes nothing. It knows no route and reads no body.
+line with its headers, trailers, requests sent ahead, and a reader that takes nothing. It knows no route and reads no body.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import httptools
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tectum.errors import BadRequestError, TectumError, UnavailableError
 from tectum.serving.problems import problem_response
@@ -50,6 +50,8 @@ class Connection(HttpToolsProtocol):
         self._refused = refused
         self._in_head = True  # between the end of one request and the end of the next one's headers
         self._head_bytes = 0
+        self._beside_body = 0  # bytes since a body's last piece: what frames its chunks, and trailers
+        self._answering: RequestResponseCycle | None = None  # `cycle` is the newest, which may wait behind this one
         self._deaf = False
         self._closed = asyncio.Event()
         self._refusal: TectumError | None = None
@@ -83,6 +85,8 @@ class Connection(HttpToolsProtocol):
         if self._in_head:
             self._head_bytes += len(data)
             self._start_head_timer()
+        else:
+            self._beside_body += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError:  # whatever was raised in a callback, too
@@ -91,8 +95,17 @@ class Connection(HttpToolsProtocol):
             self._deaf = True
             self.cycle.keep_alive = False
         else:
-            if self._in_head and self._head_bytes > self._limits.max_head_bytes:
+            if (self._head_bytes if self._in_head else self._beside_body) > self._limits.max_head_bytes:
                 self._refuse(self._head_too_large())
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:
+            super().on_header(name, value)
+        # else it is a trailer, which must not pass for a header (RFC 9110, 6.5.1): those were looked at before the body
+
+    def on_body(self, body: bytes) -> None:
+        self._beside_body = 0
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -104,9 +117,11 @@ class Connection(HttpToolsProtocol):
             self._refusal = BadRequestError("invalid_request", text)
             raise self._refusal
         self._stop_head_timer()
-        self._in_head = False
-        self._head_bytes = 0
         super().on_headers_complete()
+        self._in_head = False
+        self._head_bytes = self._beside_body = 0
+        if not self.pipeline:
+            self._answering = self.cycle
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -115,6 +130,11 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._in_head = True
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._answering = self.pipeline[-1][0]
+        super().on_response_complete()
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:
@@ -167,17 +187,22 @@ class Connection(HttpToolsProtocol):
 
     def abort(self) -> None:
         """Drop the connection, and what it has not read, now."""
-        if self.cycle is not None:
-            self.cycle.disconnected = True  # so that uvicorn does not report an answer that was not finished
-            self.cycle.message_event.set()
+        self._tell_hang_up()
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         self._stop_stall_timer()
         self.pipeline.clear()
+        self._tell_hang_up()
         super().connection_lost(exc)
         self._closed.set()
+
+    def _tell_hang_up(self) -> None:
+        """uvicorn tells the newest request alone, which may wait behind the one that is being answered."""
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True  # so that uvicorn does not report an answer that was not finished
+            self._answering.message_event.set()
 
     def _abort_later(self) -> None:
         """A closing transport still waits for its reader; not for ever."""

@@ -12,8 +12,9 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 from urllib.parse import urlsplit
 
 import httpx2
@@ -29,6 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tectum.config import Settings, is_loopback
 from tectum.errors import BadRequestError, StartupError, TectumError, UnavailableError
 from tectum.serving import problems
+from tectum.serving.connection import Connection, ConnectionLimits
 from tectum.serving.guard import Tokens
 from tectum.serving.health import Health
 from tectum.serving.listen import ServerUntilSignal, bind, bracketed
@@ -43,6 +45,8 @@ MISSES = 3
 MOST_ENCODERS = 10_000
 #: bytes of a call to a bootstrap server
 MOST_BODY = 4096
+#: a call is a few short headers; encoders keep their connections
+_CONNECTIONS = ConnectionLimits(max_connections=1024, max_head_bytes=16 * 1024, head_timeout=10.0, stall_timeout=30.0)
 _SCHEMES = frozenset({"http", "https", "grpc"})
 
 
@@ -258,9 +262,19 @@ def serve_bootstrap(host: str, port: int, token_file: Path | None, lease: float,
     with bind(host, port) as listener:
         shown, taken = listener.getsockname()[:2]
         Console(stderr=True).print(f"bootstrap on http://{bracketed(shown)}:{taken}", highlight=False, soft_wrap=True)
-        config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            http=cast(type[asyncio.Protocol], partial(Connection, limits=_CONNECTIONS, refused=_nothing)),
+            ws="none",
+            server_header=False,
+        )
         ServerUntilSignal(config).run(sockets=[listener])
     return 0
+
+
+def _nothing(*_: object) -> None: ...
 
 
 def _checked(url: str) -> str:

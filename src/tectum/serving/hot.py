@@ -16,10 +16,11 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tectum.errors import TectumError
-from tectum.serving.problems import problem_response
 
 #: from a request to its response, which may be worked out while it is sent
 Endpoint = Callable[[Request], Awaitable[Response]]
+#: from a path, an error, and the request's id where it is known, to the answer
+Refuse = Callable[[str, TectumError, str | None], Response]
 
 
 def endpoints(routes: Iterable[BaseRoute], paths: frozenset[str]) -> dict[tuple[str, str], Endpoint]:
@@ -29,11 +30,12 @@ def endpoints(routes: Iterable[BaseRoute], paths: frozenset[str]) -> dict[tuple[
 
 
 class HotDoors:
-    """Middleware that serves `doors` itself and leaves the rest to `app`."""
+    """Middleware that serves `doors` itself and leaves the rest to `app`. refuse: the answer to what a door raises."""
 
-    def __init__(self, app: ASGIApp, doors: Mapping[tuple[str, str], Endpoint]) -> None:
+    def __init__(self, app: ASGIApp, doors: Mapping[tuple[str, str], Endpoint], refuse: Refuse) -> None:
         self.app = app
         self._doors = doors
+        self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = self._doors.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
@@ -45,5 +47,5 @@ class HotDoors:
             response = await endpoint(request)
             await response(scope, receive, send)
         except TectumError as error:
-            refusal = problem_response(error, getattr(request.state, "req_id", None))
+            refusal = self._refuse(scope["path"], error, getattr(request.state, "req_id", None))
             await refusal(scope, receive, send)

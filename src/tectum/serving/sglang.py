@@ -338,7 +338,7 @@ def _answer(raw: bytes, work: Callable[[bytes], Awaitable[Any]], settings: Setti
 
 
 def refusal(error: TectumError) -> Response:
-    """The answer to a request that was refused before its body was read."""
+    """The answer to a request that was refused before its body was read whole."""
     return JSONResponse(error_body(error), error.status, _error_headers(error))
 
 
