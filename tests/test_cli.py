@@ -59,6 +59,15 @@ def test_start_up_mistakes_exit_with_2_and_say_what_is_wrong(arguments, words):
     assert "Traceback" not in done.stderr
 
 
+def test_a_package_that_hides_a_library_is_named(tmp_path):
+    (tmp_path / "multipart").mkdir()
+    (tmp_path / "multipart" / "__init__.py").write_text("")  # as old versions of python-multipart have it
+    done = tectum("serve", "null:4x4", PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert done.returncode == 2
+    assert 'pip install --upgrade "tectum[serve]" python-multipart' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_help_shows_what_a_setting_is_without_its_flag_and_what_it_may_be():
     said = " ".join(tectum("serve", "--help", COLUMNS="200").stdout.replace("│", " ").split())
     for words in (

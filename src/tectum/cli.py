@@ -377,6 +377,14 @@ def _needs_serve(module: str, name: str) -> Any:
             raise
         text = f'{error.name} is not installed; run: pip install "tectum[serve]"'
         raise StartupError("missing_dependency", text) from None
+    except ImportError as error:
+        if (error.name or "").startswith("tectum"):
+            raise
+        also = " python-multipart" if error.name == "multipart" else ""  # its older versions came under that name
+        text = (
+            f'{error.name} is too old, or hidden by another package; run: pip install --upgrade "tectum[serve]"{also}'
+        )
+        raise StartupError("missing_dependency", text) from None
 
 
 def main() -> None:
