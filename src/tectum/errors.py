@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 MAX_TEXT = 200
@@ -222,7 +223,12 @@ def error_class(code: str) -> type[TectumError]:
 
 def clean_text(text: str) -> str:
     """One line, at most 200 characters: no memory addresses, media or secrets of URLs, nothing unprintable."""
-    text = " ".join(text[: 16 * MAX_TEXT].split())
+    return _cleaned(text[: 16 * MAX_TEXT])
+
+
+@lru_cache(maxsize=256)  # a full server says the same to everybody, and saying it should cost it little
+def _cleaned(text: str) -> str:
+    text = " ".join(text.split())
     text = scrub("".join(c if c.isprintable() else "?" for c in text))
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 

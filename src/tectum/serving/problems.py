@@ -6,11 +6,12 @@ import logging
 import math
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from tectum.errors import BadRequestError, InternalError, TectumError
 
@@ -19,13 +20,13 @@ log = logging.getLogger("tectum.http")
 MEDIA_TYPE = "application/problem+json"
 
 
-def problem_response(error: TectumError, req_id: str | None = None) -> JSONResponse:
+def problem_response(error: TectumError, req_id: str | None = None) -> Response:
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(math.ceil(error.retry_after))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error.to_problem(req_id), error.status, headers, MEDIA_TYPE)
+    return Response(msgspec.json.encode(error.to_problem(req_id), enc_hook=str), error.status, headers, MEDIA_TYPE)
 
 
 def from_validation(error: RequestValidationError) -> TectumError:
@@ -38,15 +39,15 @@ def from_validation(error: RequestValidationError) -> TectumError:
 def install(app: FastAPI) -> None:
     """Register the handlers of every kind of failure on `app`."""
 
-    async def on_tectum(request: Request, error: Exception) -> JSONResponse:
+    async def on_tectum(request: Request, error: Exception) -> Response:
         assert isinstance(error, TectumError)
         return problem_response(error, getattr(request.state, "req_id", None))
 
-    async def on_validation(request: Request, error: Exception) -> JSONResponse:
+    async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         return problem_response(from_validation(error))
 
-    async def on_http(request: Request, error: Exception) -> JSONResponse:
+    async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
             return problem_response(
@@ -57,7 +58,7 @@ def install(app: FastAPI) -> None:
             return problem_response(BadRequestError("method_not_allowed", text))
         return problem_response(BadRequestError("invalid_request", str(error.detail)))
 
-    async def on_other(request: Request, error: Exception) -> JSONResponse:
+    async def on_other(request: Request, error: Exception) -> Response:
         text = f"Unexpected {type(error).__name__}; the server's log has more"
         return problem_response(InternalError("internal", text), getattr(request.state, "req_id", None))
 
