@@ -259,8 +259,11 @@ class _Acknowledged:
 
     def start(self, count: int) -> None:
         """From `count` on: called when nothing is queued. What the kernel has of before, such as the handshake, is left out."""
-        waiting: int = struct.unpack("=i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))[0]
-        self._base = self._read() + waiting - count
+        acknowledged, before = self._read(), -1
+        while acknowledged != before:  # what is acknowledged between the two looks would count twice, and never arrive
+            waiting: int = struct.unpack("=i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))[0]
+            before, acknowledged = acknowledged, self._read()
+        self._base = acknowledged + waiting - count
 
     def now(self) -> int:
         if self._socket.fileno() >= 0:
