@@ -72,3 +72,9 @@ def test_the_headers_of_parts_are_bounded_folded_or_not():
         with pytest.raises(BadRequestError, match="malformed: Maximum segment header length exceeded"):
             read([BODY.replace(b"Content-Type: image/png", header)])
     assert len(read([BODY.replace(b"Content-Type: image/png", b"X-Y: " + b"y" * 2000)]).items) == 2
+
+
+def test_the_field_that_describes_is_bounded():
+    head = b'--boundary\r\nContent-Disposition: form-data; name="request"\r\n\r\n'
+    with pytest.raises(BadRequestError, match="larger than 8388608 bytes"):
+        read([head + b" " * (8 * 1024 * 1024 + 1) + b"\r\n--boundary--\r\n"])

@@ -34,9 +34,8 @@ def configure(level: str, form: str = "text") -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("tectum").setLevel(level.upper())
-    logging.getLogger("PIL").setLevel(
-        logging.CRITICAL
-    )  # what it finds wrong with an input is its caller's, who is told
+    # what Pillow finds wrong with an input is its caller's, who is told
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
 
 
 class Scrubbed(logging.Formatter):

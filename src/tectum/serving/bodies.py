@@ -15,7 +15,7 @@ from msgspec import Meta, Struct, field
 from multipart import MultipartError, MultipartSegment, PushMultipartParser, parse_options_header
 from starlette.requests import Request
 
-from tectum.config import Settings
+from tectum.config import MIB, Settings
 from tectum.errors import BadRequestError
 from tectum.serving import tenants
 from tectum.serving.presence import body_pieces
@@ -28,6 +28,8 @@ ReqId = Annotated[str, Meta(min_length=1, max_length=256, pattern=REQ_ID)]
 #: quote characters that the JSON of an encode request may hold: some for each item, and some beside them
 QUOTES_EACH, QUOTES_BESIDE = 24, 1024
 MAX_OPTIONS = 64
+#: bytes of the multipart field that holds the JSON
+MAX_FIELD = 8 * MIB
 #: parts of a multipart body beside its files
 MAX_FIELDS = 4
 #: bytes of one header of a part: a name and a filename. Each line that a header is folded into costs as much as a header
@@ -227,6 +229,8 @@ def _keep(segment: MultipartSegment, content: bytes, described: list[bytes], fil
     A file need not say what it was called (RFC 7578, 4.2), and some say so in a form that is not read (`filename*`).
     """
     if segment.name == "request" and segment.filename is None:
+        if len(content) > MAX_FIELD:
+            raise MultipartError(f"The field named request is larger than {MAX_FIELD} bytes")
         described.append(content)
     else:
         files[segment.name or ""] = content
