@@ -95,6 +95,14 @@ def test_a_target_without_a_path_is_answered(target):
     assert [error.code for error in run(work, shown)] == ["invalid_request"]
 
 
+def test_a_second_host_is_refused():
+    async def work(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"GET / HTTP/1.1\r\nHost: here\r\nhost: there\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 Bad Request")
+
+    assert [error.code for error in run(work, shown)] == ["invalid_request"]
+
+
 def test_the_request_that_is_answered_hears_of_the_end_not_one_that_waits_behind_it():
     heard = asyncio.Event()
 

@@ -185,6 +185,25 @@ def test_a_bootstrap_server_reads_no_more_of_a_head_than_a_call_needs():
         assert httpx2.get(f"{url}/health").status_code == 200
 
 
+def test_a_page_of_another_site_registers_no_encoder():
+    with bootstrap() as url:
+        for headers in ({"origin": "https://elsewhere.example"}, {"host": "elsewhere.example"}):
+            answer = httpx2.post(f"{url}/register_encoder_url", json={"url": "http://a:1"}, headers=headers)
+            assert (answer.status_code, answer.json()["code"]) == (403, "cross_site")
+        assert listed(url) == []
+
+
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
+def test_a_bootstrap_server_reads_no_more_of_a_body_than_a_call_needs(method):
+    path = {"POST": "/register_encoder_url", "DELETE": "/unregister_encoder_url"}[method]
+    with bootstrap() as url:
+        long = b'{"url": "http://a:1"}'.ljust(5000)
+        for content in (long, iter([long[:2500], long[2500:]])):  # of a declared size, and in chunks
+            answer = httpx2.request(method, url + path, content=content)
+            assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
+        assert httpx2.request(method, url + path, content=iter([b'{"url": ', b'"http://a:1"}'])).status_code == 200
+
+
 def test_a_bootstrap_server_for_others_needs_a_token():
     done = subprocess.run(
         [sys.executable, "-m", "tectum", "bootstrap", "--host", "0.0.0.0"], capture_output=True, text=True, timeout=60

@@ -116,6 +116,11 @@ class Connection(HttpToolsProtocol):
             text = f"More than {MAX_AHEAD} requests were sent before an answer was read"
             self._refusal = BadRequestError("invalid_request", text)
             raise self._refusal
+        if (
+            sum(name == b"host" for name, _ in self.headers) > 1
+        ):  # RFC 9112, 3.2: proxies before us may read another one
+            self._refusal = BadRequestError("invalid_request", "The request has more than one Host header")
+            raise self._refusal
         self._stop_head_timer()
         super().on_headers_complete()
         self._in_head = False
@@ -155,12 +160,10 @@ class Connection(HttpToolsProtocol):
             self._abort_later()
             return
         seconds = self._limits.head_timeout
-        self._refuse(
-            BadRequestError("request_timeout", f"The request's headers took longer than {seconds:g} s (--head-timeout)")
-        )
+        self._refuse(BadRequestError("request_timeout", f"The request's headers took longer than {seconds:g} s"))
 
     def _head_too_large(self) -> BadRequestError:
-        text = f"The request line and headers are larger than --max-head-bytes {self._limits.max_head_bytes}"
+        text = f"The request line and headers are larger than {self._limits.max_head_bytes} bytes"
         return BadRequestError("head_too_large", text)
 
     # --- a reader that takes nothing ---

@@ -12,28 +12,25 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import httpx2
 import msgspec
-import uvicorn
 from fastapi import FastAPI
 from msgspec import Meta, Struct
-from rich.console import Console
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from tectum.config import Settings, is_loopback
-from tectum.errors import BadRequestError, StartupError, TectumError, UnavailableError
+from tectum.errors import BadRequestError, StartupError, UnavailableError
 from tectum.serving import problems
-from tectum.serving.connection import Connection, ConnectionLimits
-from tectum.serving.guard import Tokens
+from tectum.serving.connection import ConnectionLimits
+from tectum.serving.guard import BodyBudget, Guard, Tokens
 from tectum.serving.health import Health
-from tectum.serving.listen import ServerUntilSignal, bind, bracketed
+from tectum.serving.listen import http_within, nobody, serve_until_signal
 
 log = logging.getLogger("tectum.discovery")
 
@@ -43,8 +40,8 @@ CALL_TIMEOUT = 2.0
 MISSES = 3
 #: most encoders that a bootstrap server keeps
 MOST_ENCODERS = 10_000
-#: bytes of a call to a bootstrap server
-MOST_BODY = 4096
+#: bytes of a call to a bootstrap server, and of all that are held at once
+MOST_BODY, MOST_BODIES = 4096, 4096 * 1024
 #: a call is a few short headers; encoders keep their connections
 _CONNECTIONS = ConnectionLimits(max_connections=1024, max_head_bytes=16 * 1024, head_timeout=10.0, stall_timeout=30.0)
 _SCHEMES = frozenset({"http", "https", "grpc"})
@@ -194,8 +191,11 @@ def _url(body: bytes) -> str:
         raise BadRequestError("invalid_request", "url: the body is not JSON with the URL of an encoder") from None
 
 
-def bootstrap_app(registry: Registry, token_file: Path | None, probe_interval: float) -> FastAPI:
-    """The bootstrap server: SGLang's three calls, and `/health`. Raises StartupError for a token file that is none."""
+def bootstrap_app(registry: Registry, host: str, token_file: Path | None, probe_interval: float) -> ASGIApp:
+    """The bootstrap server behind its guard: SGLang's three calls, and `/health`.
+
+    Raises StartupError `invalid_settings` for a token file that is none.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -226,31 +226,16 @@ def bootstrap_app(registry: Registry, token_file: Path | None, probe_interval: f
     async def listed() -> Response:
         return JSONResponse({"encoder_urls": registry.listed(time.monotonic())})
 
-    app.add_middleware(_Gate, tokens=None if token_file is None else Tokens(token_file))
-    return app
-
-
-class _Gate:
-    """Before the three calls: the token, and a body of a declared and small size."""
-
-    def __init__(self, app: ASGIApp, tokens: Tokens | None) -> None:
-        self._app = app
-        self._tokens = tokens
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope["path"], dict(scope["headers"])) if scope["type"] == "http" else None
-        await (self._app if refusal is None else problems.problem_response(refusal))(scope, receive, send)
-
-    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> TectumError | None:
-        known = self._tokens is None or path == "/health"
-        if not known and self._tokens is not None and not self._tokens.accept(headers.get(b"authorization", b"")):
-            return BadRequestError("unauthorized", "A bearer token is needed: Authorization: Bearer …")
-        length = headers.get(b"content-length", b"0")
-        if b"transfer-encoding" in headers or not length.isdigit() or int(length) > MOST_BODY:
-            return BadRequestError(
-                "body_too_large", f"The body is larger than {MOST_BODY} bytes, or its size not declared"
-            )
-        return None
+    door = Settings(host=host, token_file=token_file, max_body_bytes=MOST_BODY, max_bodies_bytes=MOST_BODIES)
+    return Guard(
+        app,
+        settings=door,
+        tokens=None if token_file is None else Tokens(token_file),
+        budget=BodyBudget(MOST_BODIES, nobody),
+        hung_up=nobody,
+        is_open="/health".__eq__,
+        with_body=frozenset({"POST", "DELETE"}),
+    )
 
 
 def serve_bootstrap(host: str, port: int, token_file: Path | None, lease: float, probe_interval: float) -> int:
@@ -258,23 +243,9 @@ def serve_bootstrap(host: str, port: int, token_file: Path | None, lease: float,
     if not is_loopback(host) and token_file is None:
         text = f"host {host} is reachable from outside: give --token-file, or listen on 127.0.0.1"
         raise StartupError("invalid_settings", text)
-    app = bootstrap_app(Registry(lease), token_file, probe_interval)
-    with bind(host, port) as listener:
-        shown, taken = listener.getsockname()[:2]
-        Console(stderr=True).print(f"bootstrap on http://{bracketed(shown)}:{taken}", highlight=False, soft_wrap=True)
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            http=cast(type[asyncio.Protocol], partial(Connection, limits=_CONNECTIONS, refused=_nothing)),
-            ws="none",
-            server_header=False,
-        )
-        ServerUntilSignal(config).run(sockets=[listener])
+    app = bootstrap_app(Registry(lease), host, token_file, probe_interval)
+    serve_until_signal(http_within(_CONNECTIONS, app), host, port, "bootstrap")
     return 0
-
-
-def _nothing(*_: object) -> None: ...
 
 
 def _checked(url: str) -> str:

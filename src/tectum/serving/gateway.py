@@ -18,10 +18,9 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import httpx2
 import msgspec
@@ -32,9 +31,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tectum.config import Settings, is_loopback
 from tectum.engines.tls import HUNG_UP, client_context, handshake_failure, papers
 from tectum.errors import InternalError, MMError, StartupError, TectumError, UnavailableError
+from tectum.observe import logs
 from tectum.serving.chat import Chat, Held, Medium, form_of
-from tectum.serving.connection import Connection, ConnectionLimits
+from tectum.serving.connection import ConnectionLimits
 from tectum.serving.guard import BodyBudget, Guard, Tokens
+from tectum.serving.listen import http_within, nobody, serve_until_signal
 
 T = TypeVar("T")
 log = logging.getLogger("tectum.gateway")
@@ -403,8 +404,8 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
         Gateway(settings),
         settings=door,
         tokens=None if settings.token_file is None else Tokens(settings.token_file),
-        budget=BodyBudget(door.max_bodies_bytes, _nothing),
-        hung_up=_nothing,
+        budget=BodyBudget(door.max_bodies_bytes, nobody),
+        hung_up=nobody,
         refuse=lambda path, error: _openai_error(error),
         is_open=_OPEN.__contains__,
     )
@@ -422,30 +423,11 @@ def _door(settings: GatewaySettings) -> Settings:
 
 def run(settings: GatewaySettings) -> int:
     """Serve until SIGTERM or SIGINT; running requests get `GRACE` seconds to finish. Raises StartupError."""
-    import uvicorn
-    from rich.console import Console
-
-    from tectum.observe import logs
-    from tectum.serving.listen import ServerUntilSignal, bind, bracketed
-
     logs.configure("info")
-    app, door = create_app(settings), _door(settings)
+    door = _door(settings)
     limits = ConnectionLimits(door.max_connections, door.max_head_bytes, door.head_timeout, door.send_timeout)
-    with bind(settings.host, settings.port) as listener:
-        host, port = listener.getsockname()[:2]
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            http=cast(type[asyncio.Protocol], partial(Connection, limits=limits, refused=_nothing)),
-            ws="none",
-            proxy_headers=False,
-            loop="uvloop",
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=GRACE,
-        )
-        Console(stderr=True).print(f"ready on http://{bracketed(host)}:{port}", highlight=False, soft_wrap=True)
-        ServerUntilSignal(config).run(sockets=[listener])
+    config = http_within(limits, create_app(settings), timeout_graceful_shutdown=GRACE)
+    serve_until_signal(config, settings.host, settings.port, "ready")
     return 0
 
 
@@ -474,9 +456,6 @@ def _netloc(url: str) -> str:
 
 def _token(file: Path | None) -> str | None:
     return None if file is None else Tokens(file).first
-
-
-def _nothing(*_: object) -> None: ...
 
 
 def _openai_error(error: TectumError) -> JSONResponse:

@@ -180,7 +180,7 @@ class Upload:
             async with asyncio.timeout_at(self._started + grace + self._size / rate):
                 message = await self._receive()
         except TimeoutError:
-            text = f"The body is slower than --min-body-rate {rate} bytes a second (after --body-grace {grace:g} s)"
+            text = f"The body is slower than {rate} bytes a second (after {grace:g} s)"
             raise BadRequestError("request_timeout", text) from None
         more = len(message.get("body", b""))
         check_size(self._size + more, self._settings.max_body_bytes)
@@ -214,7 +214,7 @@ class Upload:
 
 def check_size(size: int, limit: int) -> None:
     if size > limit:
-        raise BadRequestError("body_too_large", f"The body is larger than --max-body-bytes {limit}")
+        raise BadRequestError("body_too_large", f"The body is larger than {limit} bytes")
 
 
 def _as_problem(path: str, error: TectumError) -> Response:
@@ -230,6 +230,7 @@ class Guard:
 
     hung_up: hears of each caller that left, or stopped reading, before it was answered.
     refuse: makes the answer to a refused request, from its path and the error. is_open: paths that need no token.
+    with_body: methods that may bring a body.
     """
 
     def __init__(
@@ -242,9 +243,11 @@ class Guard:
         hung_up: Callable[[], None],
         refuse: Callable[[str, TectumError], Response] = _as_problem,
         is_open: Callable[[str], bool] = _is_open,
+        with_body: frozenset[str] = _WITH_BODY,
     ) -> None:
         self.app = app
         self._is_open = is_open
+        self._with_body = with_body
         self._settings = settings
         self._tokens = tokens
         self._budget = budget
@@ -279,7 +282,7 @@ class Guard:
         """Raises TectumError for a request that is not let in. Looks at its headers alone."""
         if not self._is_open(scope["path"]):  # those a link of any site may lead to
             self._check_caller(headers)
-        if coming and scope["method"] not in _WITH_BODY:
+        if coming and scope["method"] not in self._with_body:
             raise BadRequestError("invalid_request", f"A {scope['method'][:20]} request takes no body")
         if coming and b"upgrade" in headers and b"upgrade" in headers.get(b"connection", b"").lower():
             # the parser skips the body of such a request; some clients (Java's, by default) ask it of every call

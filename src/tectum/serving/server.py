@@ -17,7 +17,6 @@ import ssl
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from functools import partial
 from typing import Any, cast
 
 import prometheus_client
@@ -38,12 +37,12 @@ from tectum.pipeline.service import running_pipeline
 from tectum.pipeline.stages import Stages
 from tectum.pipeline.work import Observer
 from tectum.serving.app import create_app
-from tectum.serving.connection import Connection, ConnectionLimits
+from tectum.serving.connection import ConnectionLimits
 from tectum.serving.dashboard import Recent
 from tectum.serving.discovery import announced, bootstrap_urls
 from tectum.serving.guard import BodyBudget, Tokens
 from tectum.serving.health import Health
-from tectum.serving.listen import BACKLOG, bind, bracketed
+from tectum.serving.listen import BACKLOG, bind, bracketed, http_within
 from tectum.serving.local import local_door
 from tectum.serving.sglang import Doors
 from tectum.serving.tls import tls_context
@@ -51,9 +50,6 @@ from tectum.types import Modality
 from tectum.workers.pool import WorkerPool
 
 log = logging.getLogger("tectum.server")
-
-#: seconds that an idle connection is kept: longer than our clients keep theirs, so that they never meet a closed one
-KEEP_ALIVE = 75
 
 
 def serve(model: str, settings: Settings, console: Console | None = None) -> int:
@@ -94,17 +90,12 @@ def _configured(app: ASGIApp, settings: Settings, metrics: Metrics, tls: ssl.SSL
         head_timeout=settings.head_timeout,
         stall_timeout=settings.send_timeout,
     )
-    config = uvicorn.Config(
+    config = http_within(
+        limits,
         app,
-        log_config=None,
-        access_log=False,
+        metrics.refused,
         lifespan="off",
-        http=cast(type[asyncio.Protocol], partial(Connection, limits=limits, refused=metrics.refused)),
-        ws="none",
-        proxy_headers=False,
         date_header=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=1,
         ssl_context_factory=None if tls is None else lambda *_: tls,
     )
