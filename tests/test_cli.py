@@ -106,6 +106,38 @@ def test_unknown_environment_variables_are_refused(tiny):
     assert "TECTUM_REQEST_TTL" in done.stderr
 
 
+#: what a container that runs in a namespace with the Services `tectum` and `tectum-grpc` finds, as the Kubernetes
+#: documentation lists it (Service, "Environment variables")
+SERVICE_LINKS = {
+    "TECTUM_SERVICE_HOST": "10.0.0.11",
+    "TECTUM_SERVICE_PORT": "30100",
+    "TECTUM_SERVICE_PORT_HTTP": "30100",
+    "TECTUM_PORT": "tcp://10.0.0.11:30100",
+    "TECTUM_PORT_30100_TCP": "tcp://10.0.0.11:30100",
+    "TECTUM_PORT_30100_TCP_PROTO": "tcp",
+    "TECTUM_PORT_30100_TCP_PORT": "30100",
+    "TECTUM_PORT_30100_TCP_ADDR": "10.0.0.11",
+    "TECTUM_GRPC_SERVICE_HOST": "10.0.0.12",
+    "TECTUM_GRPC_PORT": "tcp://10.0.0.12:30001",
+}
+
+
+def test_where_kubernetes_says_that_a_service_is_is_no_setting(monkeypatch):
+    for name, value in SERVICE_LINKS.items():
+        monkeypatch.setenv(name, value)
+    assert (Settings.load().port, Settings.load().grpc_port) == (30100, None)
+    assert Settings(host="127.0.0.1").port == 30100, "as the gateway and the bootstrap server make them"
+    monkeypatch.setenv("TECTUM_GRPC_PORT", "30001")
+    assert Settings.load(transfer_backend="zmq_to_tokenizer").grpc_port == 30001
+
+
+@pytest.mark.parametrize("name", ["TECTUM_PORTS", "TECTUM_SERVICE", "TECTUM_PORT_TCP", "TECTUM_SERVICE_HOSTS"])
+def test_what_only_looks_like_it_is_still_refused(name, monkeypatch):
+    monkeypatch.setenv(name, "tcp://10.0.0.11:30100")
+    with pytest.raises(StartupError, match=name):
+        Settings.load()
+
+
 def test_settings_come_from_flags_then_environment_then_file(tmp_path, monkeypatch):
     file = tmp_path / "tectum.toml"
     file.write_text("port = 1\nrequest_ttl = 5.0\nmax_items = 3\n")
