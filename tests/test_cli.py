@@ -25,7 +25,8 @@ from tests import zoo
 
 def tectum(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tectum", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, **environment})
+    environment = {**os.environ, "TECTUM_PORT": "0", **environment}  # somebody may serve on the port of their own
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,10 @@ def photograph(tmp_path_factory):
         (["serve", ".", "--workers", "0"], "error workers: from 1 to 256 processes"),
         (["encode", "x.png", "--out", "x"], "--url"),
         (["encode", "x.png", "--out", "x", "--url", "http://127.0.0.1:1", "--model", "."], "Give either --url"),
-        (["encode", "x.png", "--out", "x", "--url", "127.0.0.1:30100"], "with its scheme"),
+        (
+            ["encode", "x.png", "--out", "x", "--url", "127.0.0.1:30100"],
+            "url: '127.0.0.1:30100' is not the http://host:port",
+        ),
         (["encode", "x.png", "--out", "no/such/x", "--url", "http://127.0.0.1:1"], "there is no folder no/such"),
         (["explain", "zzzzzzzz qqqqqq"], "explain --list"),
     ],

@@ -213,8 +213,6 @@ def encode(
 def _encode_there(url: str, files: list[str], asked: dict[str, Any], **options: Any) -> Any:
     from tectum.engines.client import Client
 
-    if not url.startswith(("http://", "https://")):
-        raise StartupError("invalid_settings", "url: give it with its scheme, such as http://127.0.0.1:30100")
     with Client(url, **options) as client:
         return client.encode(files, **asked)
 
