@@ -45,6 +45,8 @@ def photograph(tmp_path_factory):
         (["serve", ".", "--port", "99999"], "port"),
         (["serve", ".", "--fuse", "sometimes"], "fuse"),
         (["serve", ".", "--device", "cuda:7"], "cuda:7"),
+        (["serve", ".", "--device", "gpu"], "error device: auto, cpu, cuda or cuda:N. [invalid_settings]"),
+        (["serve", ".", "--fuse", "maybe"], "what to do: tectum explain invalid_settings"),
         (["serve", ".", "--workers", "0"], "error workers: from 1 to 256 processes"),
         (["encode", "x.png", "--out", "x"], "--url"),
         (["encode", "x.png", "--out", "x", "--url", "http://127.0.0.1:1", "--model", "."], "Give either --url"),

@@ -394,7 +394,8 @@ def main() -> None:
             print(json.dumps({"error": error.to_problem()}))
         where = "" if error.item is None else f" (item {error.item})"
         text = escape(f"{error.message}{where} [{error.code}]")
-        Console(stderr=True).print(f"[bold red]error[/] {text}", highlight=False, soft_wrap=True)
+        more = "" if "explain" in sys.argv[1:2] else f"\n[dim]what to do: tectum explain {error.code}[/]"
+        Console(stderr=True).print(f"[bold red]error[/] {text}{more}", highlight=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, StartupError) else 1)
 
 

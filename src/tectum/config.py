@@ -405,6 +405,8 @@ class Settings(BaseSettings):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "settings"
             said = first["msg"].removeprefix("Value error, ")  # of the library, before our own words
+            if first["type"] == "string_pattern_mismatch":  # a pattern is no answer; the setting's own sentence says it
+                said = cls.model_fields[where].description or said
             raise StartupError("invalid_settings", f"{where}: {said}") from None
 
     @classmethod
