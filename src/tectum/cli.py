@@ -392,8 +392,7 @@ def main() -> None:
     except TectumError as error:
         if "--json" in sys.argv:
             print(json.dumps({"error": error.to_problem()}))
-        where = "" if error.item is None else f" (item {error.item})"
-        text = escape(f"{error.message}{where} [{error.code}]")
+        text = escape(str(error))
         more = "" if "explain" in sys.argv[1:2] else f"\n[dim]what to do: tectum explain {error.code}[/]"
         Console(stderr=True).print(f"[bold red]error[/] {text}{more}", highlight=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, StartupError) else 1)
