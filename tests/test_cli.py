@@ -74,6 +74,20 @@ def test_a_package_that_hides_a_library_is_named(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_encoding_here_with_the_base_install_says_what_is_missing(photograph, tmp_path):
+    program = """
+import sys
+sys.modules["torch"] = None
+from tectum.cli import main
+main()
+"""
+    arguments = ("encode", str(photograph), "--model", ".", "--out", str(tmp_path / "rows"))
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert 'error torch is not installed; run: pip install "tectum[serve]" [missing_dependency]' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_help_shows_what_a_setting_is_without_its_flag_and_what_it_may_be():
     said = " ".join(tectum("serve", "--help", COLUMNS="200").stdout.replace("│", " ").split())
     for words in (

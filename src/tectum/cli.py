@@ -200,6 +200,7 @@ def encode(
         options_there = {"token": _token(token_file), "timeout": timeout, "verify": verify, "cert": cert}
         embedding = _encode_there(url, files, asked, **options_there)
     else:
+        _needs_serve("tectum.models.load", "load_adapter")  # an Encoder imports it when it is made
         encoder = _needs_serve("tectum.pipeline.encoder", "Encoder")
         with encoder(model, **{name: value for name, value in (settings or {}).items() if value is not None}) as here:
             embedding = here.encode(files, **asked)
