@@ -25,7 +25,8 @@ from tests import zoo
 
 def tectum(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tectum", *arguments]
-    environment = {**os.environ, "TECTUM_PORT": "0", **environment}  # somebody may serve on the port of their own
+    # somebody may serve on the port of their own, and no test asks the hub
+    environment = {**os.environ, "TECTUM_PORT": "0", "HF_HUB_OFFLINE": "1", **environment}
     return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
 
 
@@ -41,6 +42,7 @@ def photograph(tmp_path_factory):
     [
         (["serve", "/no/such/folder"], "model_not_found"),
         (["serve", "."], "model_not_found"),
+        (["serve", "org/no-such-model"], "from the hub (it is not in the cache, and the hub is not reached)"),
         (["serve", ".", "--host", "0.0.0.0"], "give --token-file"),
         (["serve", ".", "--port", "99999"], "port"),
         (["serve", ".", "--fuse", "sometimes"], "fuse"),
