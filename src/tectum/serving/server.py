@@ -247,7 +247,10 @@ def _loading(model: str, settings: Settings, console: Console) -> Iterator[Calla
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks = [bar.add_task(f"{number}: starting {model}", total=1.0) for number in range(settings.lanes)]
-        yield lambda lane, what, fraction: bar.update(tasks[lane], description=f"{lane}: {what}", completed=fraction)
+        with logs.above_the_bar():
+            yield lambda lane, what, fraction: bar.update(
+                tasks[lane], description=f"{lane}: {what}", completed=fraction
+            )
 
 
 def _loaded(pool: WorkerPool) -> str:
