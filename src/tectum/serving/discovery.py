@@ -213,7 +213,8 @@ def bootstrap_app(registry: Registry, host: str, token_file: Path | None, probe_
         probing.cancel()
         await asyncio.gather(probing, return_exceptions=True)
 
-    app = FastAPI(title="Tectum bootstrap", lifespan=lifespan, docs_url=None, redoc_url=None)  # of other hosts' scripts
+    # the pages are of other hosts' scripts, and a redirect would lead to whatever name the Host header holds
+    app = FastAPI(title="Tectum bootstrap", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     problems.install(app)
 
     @app.head("/health", include_in_schema=False)
