@@ -83,7 +83,7 @@ class Chat:
                 raise BadRequestError("unsupported_modality", text, item=len(self.media))
             if kind in _MEDIA:
                 if len(self.media) == MAX_MEDIA:
-                    text = f"A request may have {MAX_MEDIA} pictures, clips and recordings"
+                    text = f"A request may have at most {MAX_MEDIA} pictures, clips and recordings"
                     raise BadRequestError("request_too_large", text)
                 source, content = self._content_of(kind, part.get(kind, Raw(b"null")))
                 self.media.append(Medium(index, number, _MEDIA[kind], source, content))
