@@ -18,8 +18,8 @@ from tectum import Client
 from tectum.demo.encoder_process import EncoderProcess, ServerProcess
 from tectum.engines.pull import Receiver
 from tectum.errors import BadRequestError, StartupError, TectumError
-from tectum.serving.chat import Chat, form_of
-from tectum.serving.gateway import GatewaySettings, create_app
+from tectum.serving.chat import MAX_MEDIA, Chat, form_of
+from tectum.serving.gateway import PROBE_TIMEOUT, GatewaySettings, create_app
 from tests import zoo
 from tests.gateway.peers import Engine, running
 from tests.media.test_video import numbered, video
@@ -274,6 +274,48 @@ def test_a_caller_that_hangs_up_is_gone_on_both_sides(server, engine, gateway):
     connection.close()
     assert engine.left.acquire(timeout=20), "the engine was not told"
     settled(server.url)
+
+
+DEEP = "[" * 5000 + "]" * 5000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f'{{"x": {DEEP}, "messages": [{{"content": [{{"type": "image_url", "image_url": {{"url": "!"}}}}]}}]}}',
+        f'{{"messages": [{{"content": [{{"type": "image_url", "image_url": {DEEP}}}]}}]}}',
+    ],
+    ids=["beside", "within"],
+)
+def test_json_that_is_nested_without_end_is_refused(engine, gateway, body):
+    answer = post(gateway, body.encode())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+    assert not engine.seen
+    assert post(gateway, chat(data_uri())).status_code == 200
+
+
+def test_media_by_the_thousand_are_refused_before_any_encoder_hears_of_them(engine, gateway):
+    answer = post(gateway, chat(*["!"] * 3000))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+    assert not engine.seen
+    assert len(Chat.read(json.dumps(chat(*["!"] * MAX_MEDIA)).encode()).media) == MAX_MEDIA
+
+
+def test_a_probe_that_hangs_up_leaves_no_call_at_a_silent_engine(engine, gateway):
+    """Anybody may ask this without a token, again and again."""
+    engine.silent = True
+    host = urlsplit(gateway)
+    with socket.create_connection((host.hostname, host.port), 30) as connection:
+        connection.sendall(b"GET /health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert engine.began.acquire(timeout=20)
+    assert engine.left.acquire(timeout=PROBE_TIMEOUT / 2), "the call went on"
+
+
+def test_a_silent_engine_is_not_ready(engine, gateway):
+    engine.silent = True
+    answer = httpx2.get(f"{gateway}/health/ready", timeout=2 * PROBE_TIMEOUT)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "The engine is not ready")
+    assert engine.left.acquire(timeout=20)
 
 
 def test_a_token_is_asked_for_where_one_is_set(server, engine, tmp_path):

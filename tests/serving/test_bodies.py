@@ -9,7 +9,8 @@ from starlette.requests import Request
 
 from tectum.config import Settings
 from tectum.errors import BadRequestError
-from tectum.serving.bodies import read_encode_request
+from tectum.serving.bodies import convert, decode_encode_body, read_encode_request
+from tectum.serving.sglang import MetadataBody
 from tectum.types import Modality
 
 MEDIA = b"\r\n--b\r\n--bound\r\n\x00\xff--bounda\r\n"  # nearly a boundary, again and again
@@ -78,3 +79,12 @@ def test_the_field_that_describes_is_bounded():
     head = b'--boundary\r\nContent-Disposition: form-data; name="request"\r\n\r\n'
     with pytest.raises(BadRequestError, match="larger than 8388608 bytes"):
         read([head + b" " * (8 * 1024 * 1024 + 1) + b"\r\n--boundary--\r\n"])
+
+
+@pytest.mark.parametrize("ending", ["\\n", "\\n\\n", "\\r\\n", "\\u2028", "\\u0000", " "])
+def test_an_id_ends_with_its_last_character(ending):
+    """It stands in headers, log lines and SGLang's messages: a line break at its end would break them."""
+    with pytest.raises(BadRequestError, match="req_id"):
+        decode_encode_body(f'{{"req_id": "r1{ending}", "items": [{{"type": "image", "data": ""}}]}}', Settings())
+    with pytest.raises(BadRequestError, match="req_id"):
+        convert(MetadataBody, {"req_id": "r1" + ending.encode().decode("unicode_escape")})

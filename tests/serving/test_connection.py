@@ -103,6 +103,50 @@ def test_a_second_host_is_refused():
     assert [error.code for error in run(work, shown)] == ["invalid_request"]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"Transfer-Encoding: chunked\r\n\r\n0x3\r\nabc\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\n3\r\nabcd\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\n3\nabc\n0\n\n",
+        b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff3\r\nabc\r\n",
+        b"Transfer-Encoding: identity\r\n\r\nabc",
+    ],
+)
+def test_a_body_that_is_framed_wrong_is_answered(body):
+    heard = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        heard.set()
+
+    async def work(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"POST /x HTTP/1.1\r\nHost: here\r\n" + body)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 Bad Request")
+        await heard.wait()
+
+    assert [error.code for error in run(work, app)] == ["invalid_request"]
+
+
+@pytest.mark.parametrize("ahead", [GET, CHUNKED.partition(b"3\r\n")[0]], ids=["of the request before", "of its own"])
+def test_a_body_that_is_framed_wrong_is_not_answered_into_an_answer(ahead):
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]})
+        await send({"type": "http.response.body", "body": b"some", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def work(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(ahead)
+        assert (await reader.readuntil(b"some")).startswith(b"HTTP/1.1 200")
+        writer.write(CHUNKED.replace(b"3\r\nabc", b"3\r\nabcd"))
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+
+    assert [error.code for error in run(work, app)] == ["invalid_request"]
+
+
 def test_the_request_that_is_answered_hears_of_the_end_not_one_that_waits_behind_it():
     heard = asyncio.Event()
 

@@ -331,6 +331,12 @@ def test_a_link_of_another_site_leads_to_the_pages_that_are_the_same_for_all(ser
     assert answers == [200, 200, 200, 403, 403, 403]
 
 
+@pytest.mark.parametrize("path", ["/v1/encode/", "/health/", "/errors/internal/"])
+def test_no_path_leads_to_the_name_in_the_host_header(server, path):
+    answer = httpx2.get(server.url + path, headers={"host": "localhost:1"})
+    assert (answer.status_code, answer.json()["code"]) == (404, "not_found")
+
+
 def test_health_is_where_engines_have_it(server):
     answer = httpx2.get(f"{server.url}/health")
     assert (answer.status_code, answer.json()) == (200, {"status": "ready"})

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx2
 import pytest
@@ -107,6 +107,34 @@ def test_an_encoder_that_dies_is_not_listed_any_more(tiny):
             until(lambda: listed(url) == [encoder.url])
             os.kill(encoder.pid, signal.SIGKILL)
             until(lambda: listed(url) == [])
+
+
+@contextmanager
+def endless(pace: float) -> Iterator[str]:
+    """A server whose answer to its first call begins well, and never ends: a byte each `pace` seconds. Its URL."""
+    over = threading.Event()
+
+    def serve() -> None:
+        with suppress(OSError), listener.accept()[0] as connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            while not over.wait(pace):
+                connection.sendall(b"1\r\nx\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        over.set()
+
+
+def test_an_encoder_whose_answer_never_ends_holds_no_probe_of_another_up():
+    with bootstrap() as url, endless(pace=0.1) as strange:
+        dead = f"http://127.0.0.1:{free_port()}"
+        for encoder in (strange, dead):
+            httpx2.post(f"{url}/register_encoder_url", json={"url": encoder}).raise_for_status()
+        assert dead in listed(url)
+        until(lambda: dead not in listed(url))
 
 
 def test_the_advertised_url_is_registered_and_its_secret_is_not_logged(tiny):

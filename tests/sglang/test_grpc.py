@@ -150,6 +150,30 @@ def test_wrong_messages(stub, facts, items):
     assert (status, error.code) == (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request")
 
 
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("SchedulerReceiveUrl", {"receive_url": "127.0.0.1:" + "1" * 5000}),
+        ("SchedulerReceiveUrl", {"receive_url": "a" * 10_000_000 + ":5"}),
+        ("SchedulerReceiveUrl", {"receive_url": "127.0.0.1:5", "receive_count": 4097}),
+        ("Send", {"prefill_host": "a" * 10_000_000, "embedding_port": 5}),
+        ("Send", {"prefill_host": "127.0.0.1", "embedding_port": 0}),
+        ("Send", {"prefill_host": "127.0.0.1", "embedding_port": 5, "session_id": "a" * 301}),
+    ],
+)
+def test_receivers_are_named_within_the_bounds_of_the_http_door(stub, name, facts):
+    status, error = failure(stub.later(name, getattr(messages, f"{name}Request")(req_id="wrong", **facts)))
+    assert (status, error.code) == (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request")
+    assert error.message.split(":")[0] in facts  # refused by the field's bound, before any address was looked at
+
+
+def test_items_are_counted_before_they_are_looked_at(stub):
+    """Their number comes first: whether they are of one kind is no question any more."""
+    items = ["data:video/mp4;base64,", *[""] * 100_000]
+    status, error = failure(stub.encode("many", items))
+    assert (status, error.code) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "request_too_large")
+
+
 def test_an_unknown_id_is_not_held_for_long(stub):
     with Receiver() as receiver:
         for call in (stub.register("never", receiver), stub.send("never", receiver)):

@@ -47,6 +47,7 @@ def create_app(
         description="Vision and audio encoders as a service: rows for a language model that runs elsewhere.",
         docs_url=None,  # its page would load a script from another host
         redoc_url=None,
+        redirect_slashes=False,  # it would lead to whatever name the Host header holds
     )
     problems.install(app)
     routers = [native.router(pipeline, settings)]

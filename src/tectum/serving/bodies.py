@@ -26,7 +26,8 @@ from tectum.types import EncodeRequest, MediaItem, Modality
 Body = TypeVar("Body", bound=Struct)
 #: an id stands in URLs, logs and error frames: plain characters only
 REQ_ID = r"^[A-Za-z0-9_][A-Za-z0-9._:@+=~-]*$"
-ReqId = Annotated[str, Meta(min_length=1, max_length=256, pattern=REQ_ID)]
+#: the same for msgspec, which asks Python's `re`: there `$` also matches before a line break that ends the text
+ReqId = Annotated[str, Meta(min_length=1, max_length=256, pattern=REQ_ID.replace("$", r"(?!\n)$"))]
 #: quote characters that the JSON of an encode request may hold: some for each item, and some beside them
 QUOTES_EACH, QUOTES_BESIDE = 24, 1024
 MAX_OPTIONS = 64

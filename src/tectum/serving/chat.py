@@ -19,6 +19,8 @@ from tectum.errors import BadRequestError
 _MEDIA = {"image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio"}
 #: parts that hold media in a form that only the engine's own process could read
 _REFUSED = frozenset({"image_pil"})
+#: pictures, clips and recordings of one request: each is a request to an encoder, which holds as many by default
+MAX_MEDIA = 256
 _parts = msgspec.json.Decoder(list[Raw]).decode
 _object = msgspec.json.Decoder(dict[str, Raw]).decode
 _string = msgspec.json.Decoder(str).decode
@@ -51,7 +53,7 @@ class Chat:
     def read(data: bytes) -> Chat | None:
         """The request, or None when it is not one with media: then it is the engine's to read.
 
-        Raises BadRequestError for media that the encoders cannot take.
+        Raises BadRequestError for media that the encoders cannot take, or too many, and for JSON that is nested too deeply.
         """
         try:
             body = _object(data)
@@ -61,6 +63,8 @@ class Chat:
                 chat._look_at(index, message.get("content", Raw(b"null")))
         except (msgspec.DecodeError, KeyError, UnicodeDecodeError):
             return None
+        except RecursionError:
+            raise BadRequestError("invalid_request", "The request's JSON is nested too deeply") from None
         return chat if chat.media else None
 
     def _look_at(self, index: int, whole: Raw) -> None:
@@ -78,6 +82,9 @@ class Chat:
                 text = f"The encoders behind this gateway take {', '.join(_MEDIA)} parts, not {kind}"
                 raise BadRequestError("unsupported_modality", text, item=len(self.media))
             if kind in _MEDIA:
+                if len(self.media) == MAX_MEDIA:
+                    text = f"A request may have at most {MAX_MEDIA} pictures, clips and recordings"
+                    raise BadRequestError("request_too_large", text)
                 source, content = self._content_of(kind, part.get(kind, Raw(b"null")))
                 self.media.append(Medium(index, number, _MEDIA[kind], source, content))
 
@@ -97,7 +104,7 @@ class Chat:
             raise BadRequestError("invalid_option", "media_io_kwargs is not known to the encoders")
         try:
             given = msgspec.json.decode(self.body.get("mm_processor_kwargs", Raw(b"null")))
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             given = 0
         if given is not None and not isinstance(given, dict):
             raise BadRequestError("invalid_option", "mm_processor_kwargs must be an object")

@@ -207,21 +207,29 @@ class Connection(HttpToolsProtocol):
             self._answering.disconnected = True  # so that uvicorn does not report an answer that was not finished
             self._answering.message_event.set()
 
+    def _is_unanswered(self) -> bool:
+        """Whether the body that is coming belongs to the request whose turn it is, and nothing of its answer has been sent."""
+        cycle = self.cycle
+        return not self._in_head and cycle is self._answering and cycle is not None and not cycle.response_started
+
     def _abort_later(self) -> None:
         """A closing transport still waits for its reader; not for ever."""
         self.loop.call_later(CLOSING, self.transport.abort)
 
     def _refuse(self, error: TectumError) -> None:
-        """Answer what never became a request, and close."""
+        """Answer what never became a request, or a request whose body came to nothing, and close."""
         self._stop_head_timer()
         if self.transport.is_closing():
             return
         self._deaf = True
         self._refused(error)
-        if self.cycle is not None and not self.cycle.response_complete:
+        unanswered = self._is_unanswered()
+        if not unanswered and self.cycle is not None and not self.cycle.response_complete:
             self.abort()  # an earlier request's answer is under way: this one cannot be written into it
             return
-        if self._head_bytes:
+        if unanswered:
+            self._tell_hang_up()  # this is its answer
+        if unanswered or self._head_bytes:
             head, body = problem_parts(error)
             line = f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}\r\n".encode()
             self.transport.write(line + b"".join(b"%s: %s\r\n" % header for header in head) + b"\r\n" + body)

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import httpx2
@@ -43,7 +43,7 @@ MISSES = 3
 MOST_ENCODERS = 10_000
 #: bytes of a call to a bootstrap server, and of all that are held at once
 MOST_BODY, MOST_BODIES = 4096, 4096 * 1024
-#: a call is a few short headers; encoders keep their connections
+#: a call is a few short headers
 _CONNECTIONS = ConnectionLimits(max_connections=1024, max_head_bytes=16 * 1024, head_timeout=10.0, stall_timeout=30.0)
 _SCHEMES = frozenset({"http", "https", "grpc"})
 
@@ -104,10 +104,10 @@ async def _keep_registered(http: httpx2.AsyncClient, server: str, url: str, heal
 async def _register(http: httpx2.AsyncClient, server: str, url: str) -> str:
     """What came of it: `registered`, or why not."""
     try:
-        answer = await http.post(f"{server}/register_encoder_url", json={"url": url})
-    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        status = await _status(http, "POST", f"{server}/register_encoder_url", json={"url": url})
+    except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
         return f"not registered ({type(error).__name__})"
-    return "registered" if answer.status_code == 200 else f"not registered (status {answer.status_code})"
+    return "registered" if status == 200 else f"not registered (status {status})"
 
 
 def _tell_change(before: str | None, now: str, server: str) -> str:
@@ -117,8 +117,17 @@ def _tell_change(before: str | None, now: str, server: str) -> str:
 
 
 async def _unregister(http: httpx2.AsyncClient, server: str, url: str) -> None:
-    with suppress(httpx2.HTTPError, httpx2.InvalidURL):
-        await http.request("DELETE", f"{server}/unregister_encoder_url", json={"url": url})
+    with suppress(httpx2.HTTPError, httpx2.InvalidURL, TimeoutError):
+        await _status(http, "DELETE", f"{server}/unregister_encoder_url", json={"url": url})
+
+
+async def _status(http: httpx2.AsyncClient, method: str, url: str, **more: Any) -> int:
+    """The status of an answer, within `CALL_TIMEOUT` in all. What follows its head is not read: it may have no end.
+
+    Raises httpx2.HTTPError, httpx2.InvalidURL or TimeoutError.
+    """
+    async with asyncio.timeout(CALL_TIMEOUT), http.stream(method, url, **more) as answer:
+        return answer.status_code
 
 
 def _shown(url: str) -> str:
@@ -203,7 +212,8 @@ def bootstrap_app(registry: Registry, host: str, token_file: Path | None, probe_
         probing.cancel()
         await asyncio.gather(probing, return_exceptions=True)
 
-    app = FastAPI(title="Tectum bootstrap", lifespan=lifespan, docs_url=None, redoc_url=None)  # of other hosts' scripts
+    # the pages are of other hosts' scripts, and a redirect would lead to whatever name the Host header holds
+    app = FastAPI(title="Tectum bootstrap", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     problems.install(app)
 
     @app.head("/health", include_in_schema=False)
@@ -263,7 +273,7 @@ async def _probe_forever(registry: Registry, interval: float, clock: Callable[[]
     """Ask every encoder's `/health`, which tells of its progress. One that speaks gRPC lives by its registrations."""
     async with httpx2.AsyncClient(timeout=CALL_TIMEOUT, trust_env=False) as http:
         while True:
-            urls = [url for url in registry.all(clock()) if not url.startswith("grpc:")]
+            urls = [url for url in registry.all(clock()) if urlsplit(url).scheme != "grpc"]
             for url, well in zip(urls, await asyncio.gather(*(_is_well(http, url) for url in urls)), strict=True):
                 registry.probed(url, well, clock())
             await asyncio.sleep(interval)
@@ -271,6 +281,6 @@ async def _probe_forever(registry: Registry, interval: float, clock: Callable[[]
 
 async def _is_well(http: httpx2.AsyncClient, url: str) -> bool:
     try:
-        return (await http.get(f"{url}/health")).status_code == 200
-    except (httpx2.HTTPError, httpx2.InvalidURL):
+        return await _status(http, "GET", f"{url}/health") == 200
+    except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError):
         return False

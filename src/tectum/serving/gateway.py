@@ -46,6 +46,8 @@ CHAT = "/v1/chat/completions"
 IN_THREAD = 512 * 1024
 #: seconds that running requests have to end after SIGTERM
 GRACE = 60
+#: seconds that the engine and the encoders have to say that they are ready
+PROBE_TIMEOUT = 5.0
 #: what a body must hold, in some way, to hold media
 _MARKS = (b"image", b"video", b"audio", b"\\u")  # the last begins an escape, which may spell any of them
 #: headers that belong to one hop
@@ -216,15 +218,8 @@ class Encoders:
 
     async def ready(self) -> bool:
         """Whether some encoder takes work."""
-
-        async def one(url: str, client: httpx2.AsyncClient) -> bool:
-            try:
-                return (await client.get("/health/ready")).is_success
-            except httpx2.TransportError as error:
-                _note(error, "an encoder", url)  # where it is TLS, the log has to say so
-                return False
-
-        return any(await asyncio.gather(*(one(url, client) for url, client in self._clients.items())))
+        probes = (_is_ready(client, "/health/ready", "an encoder", url) for url, client in self._clients.items())
+        return any(await asyncio.gather(*probes))
 
     async def aclose(self) -> None:
         await asyncio.gather(*self._releasing, return_exceptions=True)
@@ -310,11 +305,9 @@ class Gateway:
         if scope["path"] == "/health/live":
             await JSONResponse({"status": "live"})(scope, receive, send)
             return
-        if scope["path"] == "/health/ready":
-            await self._ready(scope, receive, send)
-            return
         body = await _read(receive)
-        work = asyncio.ensure_future(self._serve(scope, body, send))
+        probe = scope["path"] == "/health/ready"
+        work = asyncio.ensure_future(self._ready(scope, receive, send) if probe else self._serve(scope, body, send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -368,12 +361,7 @@ class Gateway:
             await answer.aclose()
 
     async def _ready(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            engine = (await self._engine.get("/health")).is_success
-        except httpx2.TransportError as error:
-            _note(error, "the engine", self._engine_url)  # where it is TLS, the log has to say so
-            engine = False
-        if not engine:
+        if not await _is_ready(self._engine, "/health", "the engine", self._engine_url):
             raise UnavailableError("server_unreachable", "The engine is not ready", retry_after=1.0)
         if not await self._encoders.ready():
             raise UnavailableError("server_unreachable", "No encoder is ready", retry_after=1.0)
@@ -432,6 +420,18 @@ def run(settings: GatewaySettings) -> int:
 
 def _is_https(url: str) -> bool:
     return url.startswith("https://")
+
+
+async def _is_ready(client: httpx2.AsyncClient, path: str, who: str, url: str) -> bool:
+    """Whether a probe is answered well, and soon. The answer's head says it; what follows is not read."""
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT), client.stream("GET", path) as answer:
+            return answer.is_success
+    except TimeoutError:
+        return False
+    except httpx2.TransportError as error:
+        _note(error, who, url)  # where it is TLS, the log has to say so
+        return False
 
 
 def _note(error: httpx2.TransportError, who: str, url: str) -> str:

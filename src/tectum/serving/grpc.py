@@ -15,6 +15,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -29,7 +30,7 @@ from tectum.serving.bodies import convert
 from tectum.serving.guard import BodyBudget, Tokens, named_by_proxy
 from tectum.serving.health import Health
 from tectum.serving.listen import bracketed
-from tectum.serving.sglang import Doors, EncodeBody, MetadataBody, Target, sizes
+from tectum.serving.sglang import Doors, EncodeBody, RegisterBody, SendBody, check_count, sizes
 from tectum.serving.sglang_pb import sglang_encoder_pb2 as messages
 
 log = logging.getLogger("tectum.grpc")
@@ -61,23 +62,29 @@ class Encoder:
 
     async def send(self, asked: messages.SendRequest) -> messages.SendResponse:
         """The rows are kept until as many receivers had them as `SchedulerReceiveUrl` announced."""
-        req_id = convert(MetadataBody, {"req_id": asked.req_id}).req_id
-        target = Target(
-            f"{asked.prefill_host}:{asked.embedding_port}", asked.session_id or None, asked.buffer_address or None
-        )
-        await self._doors.send(req_id, target, 0)
+        fields = {
+            "req_id": asked.req_id,
+            "prefill_host": asked.prefill_host,
+            "embedding_port": asked.embedding_port,
+            "session_id": asked.session_id or None,
+            "buffer_address": asked.buffer_address or None,
+        }
+        body = convert(SendBody, fields)
+        await self._doors.send(body.req_id, body.target(), 0)
         return messages.SendResponse()
 
     async def scheduler_receive_url(
         self, asked: messages.SchedulerReceiveUrlRequest
     ) -> messages.SchedulerReceiveUrlResponse:
-        req_id = convert(MetadataBody, {"req_id": asked.req_id}).req_id
-        await self._doors.register(req_id, asked.receive_url, max(asked.receive_count, 1))
+        count = max(asked.receive_count, 1)
+        fields = {"req_id": asked.req_id, "receive_url": asked.receive_url, "receive_count": count}
+        body = convert(RegisterBody, fields)
+        await self._doors.register(body.req_id, body.receive_url, body.receive_count)
         return messages.SchedulerReceiveUrlResponse()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         calls: Mapping[str, tuple[Callable[[Any], Awaitable[Any]], Callable[[bytes], Any]]] = {
-            "Encode": (self.encode, _encode_body),
+            "Encode": (self.encode, partial(_encode_body, settings=self._settings)),
             "Send": (self.send, messages.SendRequest.FromString),
             "SchedulerReceiveUrl": (self.scheduler_receive_url, messages.SchedulerReceiveUrlRequest.FromString),
         }
@@ -93,12 +100,13 @@ class Encoder:
         )
 
 
-def _encode_body(raw: bytes) -> EncodeBody:
+def _encode_body(raw: bytes, settings: Settings) -> EncodeBody:
     """What the message of `Encode` holds. The message itself is dropped, so that media are in memory once.
 
-    Raises BadRequestError `invalid_request` or `unsupported_modality`.
+    Raises BadRequestError `invalid_request`, `request_too_large` or `unsupported_modality`.
     """
     asked = messages.EncodeRequest.FromString(raw)
+    check_count(len(asked.mm_items), settings)  # counting them is cheap, looking at millions is not
     items = list(asked.mm_items)
     return convert(
         EncodeBody,

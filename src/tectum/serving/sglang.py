@@ -150,11 +150,16 @@ def encode_request(sources: Sequence[str], modality: Modality, settings: Setting
 
     Raises BadRequestError `request_too_large`.
     """
-    if len(sources) > settings.max_items:
-        text = f"The request has {len(sources)} items, more than --max-items {settings.max_items}"
-        raise BadRequestError("request_too_large", text)
+    check_count(len(sources), settings)
     items = tuple(media_item(source, modality) for source in sources)
     return EncodeRequest(items=items, tenant=tenants.effective(""), **facts)
+
+
+def check_count(items: int, settings: Settings) -> None:
+    """Raises BadRequestError `request_too_large` for more items than a request may have."""
+    if items > settings.max_items:
+        text = f"The request has {items} items, more than --max-items {settings.max_items}"
+        raise BadRequestError("request_too_large", text)
 
 
 def media_item(source: str, modality: Modality) -> MediaItem:
