@@ -34,7 +34,8 @@ def made(shortcut: bool) -> FastAPI:
     app.include_router(api)
     doors = hot.endpoints(api.routes, frozenset({"/v1/work"}))
     assert list(doors) == [("POST", "/v1/work")]
-    app.add_middleware(hot.HotDoors, doors=doors if shortcut else {}, refuse=as_problem)
+    way = doors if shortcut else {}
+    app.add_middleware(hot.HotDoors, doors=way, refused=lambda error: None, refuse=as_problem)
     return app
 
 
@@ -87,6 +88,8 @@ def test_what_a_door_raises_is_answered_in_the_form_of_its_path():
     def refuse(path: str, error: TectumError, req_id: str | None) -> Response:
         return PlainTextResponse(f"{path} {error.code} {req_id}", error.status)
 
-    app = hot.HotDoors(FastAPI(), {("POST", "/encode"): door}, refuse)
+    told: list[TectumError] = []
+    app = hot.HotDoors(FastAPI(), {("POST", "/encode"): door}, told.append, refuse)
     answer = asked(app, "POST", "/encode")
     assert (answer.status_code, answer.text) == (503, "/encode overloaded None")
+    assert [error.code for error in told] == ["overloaded"]

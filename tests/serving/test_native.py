@@ -54,12 +54,33 @@ def nothing_is_held(server) -> bool:
     return now["encoder_live_requests"] == now["encoder_staged_bytes"] == now["encoder_queued_patches"] == 0
 
 
+def refusals(server) -> float:
+    """Requests that were refused so far, whatever for."""
+    return sum(count for name, count in gauges(server).items() if name.startswith("encoder_refusals_total"))
+
+
 def until(condition, seconds: float = 10.0) -> None:
     """Poll a condition of another process; there is nothing else to wait on."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"content": b"{"},
+        {"content": b'{"items": []}'},
+        {"data": {"request": '{"items": [{"type": "image", "file": "lost"}]}'}, "files": {"photo": b""}},
+        {"content": b"", "headers": {"content-type": "multipart/form-data"}},
+    ],
+    ids=["no JSON", "no items", "no such part", "no boundary"],
+)
+def test_what_the_door_cannot_read_is_counted_once(server, body):
+    before = refusals(server)
+    assert httpx2.post(f"{server.url}/v1/encode", **body).status_code == 400
+    assert refusals(server) == before + 1
 
 
 def test_server_client_and_encoder_give_the_same_rows(server, client, encoder):

@@ -8,7 +8,7 @@ import httpx2
 import pytest
 import torch
 
-from tests.serving.test_native import jpeg, nothing_is_held, until
+from tests.serving.test_native import jpeg, nothing_is_held, refusals, until
 from tests.sglang.language_server import LanguageServer, data_uri
 from tests.sglang.receiver import Receiver
 
@@ -195,19 +195,25 @@ def test_a_dead_receiver_fails_the_request_and_a_healthy_one_is_served(server, e
         ({"mm_items": ["AAAA"] * 65}, "max-items"),
     ],
 )
-def test_wrong_bodies_are_refused_in_sglangs_form(server, change, said):
+def test_wrong_bodies_are_refused_in_sglangs_form(server, encoder_a, change, said):
+    before = refusals(encoder_a)
     answer = server.post("/encode", {**server.part("wrong", [jpeg()]), **change})
     body = answer.json()
     assert (answer.status_code in (400, 413), body["status"]) == (True, "error")
     assert said in body["message"]
     assert len(answer.content) < 1024
+    assert body["req_id"] == {**server.part("wrong", []), **change}["req_id"]
+    begun = change.get("modality") == "AUDIO"  # what the model does not take is found out as it is prepared
+    assert refusals(encoder_a) == before + (not begun)
 
 
 @pytest.mark.parametrize("path", ["/encode", "/send", "/scheduler_receive_url", "/scheduler_receive_meta_data"])
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b'{"req_id": 7}', b"[" * 100_000])
 def test_no_body_gets_past_any_door(server, encoder_a, path, raw):
+    before = refusals(encoder_a)
     answer = server._http.post(encoder_a.url + path, content=raw)
     assert (answer.status_code, answer.json()["status"]) == (400, "error")
+    assert refusals(encoder_a) == before + 1
     assert len(answer.content) < 1024
 
 

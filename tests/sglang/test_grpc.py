@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tectum.demo.encoder_process import EncoderProcess
 from tectum.errors import TectumError
 from tectum.serving.sglang_pb import sglang_encoder_pb2 as messages
-from tests.serving.test_native import gauges, jpeg, nothing_is_held, until
+from tests.serving.test_native import gauges, jpeg, nothing_is_held, refusals, until
 from tests.sglang.conftest import FLAGS, grpc_target
 from tests.sglang.language_server import data_uri
 from tests.sglang.receiver import Receiver
@@ -145,9 +145,11 @@ def test_a_modality_that_the_model_does_not_take(stub):
         ({"embedding_port": [80], "prefill_host": ""}, ["AAAA"]),
     ],
 )
-def test_wrong_messages(stub, facts, items):
+def test_wrong_messages(stub, encoder_grpc, facts, items):
+    before = refusals(encoder_grpc)
     status, error = failure(stub.encode("wrong", items, **facts))
     assert (status, error.code) == (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request")
+    assert refusals(encoder_grpc) == before + 1
 
 
 @pytest.mark.parametrize(
@@ -161,9 +163,11 @@ def test_wrong_messages(stub, facts, items):
         ("Send", {"prefill_host": "127.0.0.1", "embedding_port": 5, "session_id": "a" * 301}),
     ],
 )
-def test_receivers_are_named_within_the_bounds_of_the_http_door(stub, name, facts):
+def test_receivers_are_named_within_the_bounds_of_the_http_door(stub, encoder_grpc, name, facts):
+    before = refusals(encoder_grpc)
     status, error = failure(stub.later(name, getattr(messages, f"{name}Request")(req_id="wrong", **facts)))
     assert (status, error.code) == (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request")
+    assert refusals(encoder_grpc) == before + 1
     assert error.message.split(":")[0] in facts  # refused by the field's bound, before any address was looked at
 
 

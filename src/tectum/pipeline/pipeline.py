@@ -210,6 +210,10 @@ class Pipeline:
         finally:
             self._forget(waiter, WaitCancelled(waiter))
 
+    def tell_refused(self, error: TectumError) -> None:
+        """Tell the observers of a request that a door refused: it began no life, and may not even have been read."""
+        self._observe(methodcaller("refused", error))
+
     def release_request(self, req_id: str, reason: Reason = Reason.CLIENT_RELEASE) -> None:
         """Give back everything that `req_id` holds; for an id not seen yet, remember that it is not wanted (R5)."""
         self._handle(Release(req_id, reason))

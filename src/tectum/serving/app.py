@@ -61,7 +61,7 @@ def create_app(
     _add_pages(app, pool, settings, metrics)
     _add_catalogue(app)
     app.openapi = _documented(app.openapi)  # type: ignore[method-assign]
-    budget = budget or BodyBudget(settings.max_bodies_bytes, metrics.refused)
+    budget = budget or BodyBudget(settings.max_bodies_bytes, pipeline.tell_refused)
     metrics.watch_bodies(budget)
     tokens = None if settings.token_file is None else Tokens(settings.token_file)
     if recent is not None:
@@ -69,7 +69,7 @@ def create_app(
         app.include_router(dashboard.router(page, tokens))
         metrics.watch_pages(lambda: page.open_pages)
     carrying = hot.endpoints((route for router in routers for route in router.routes), HOT_PATHS)
-    app.add_middleware(hot.HotDoors, doors=carrying, refuse=_refusal)
+    app.add_middleware(hot.HotDoors, doors=carrying, refused=pipeline.tell_refused, refuse=_refusal)
     if trace.wanted(settings.trace_endpoint):
         app.add_middleware(TraceCaller)
     app.add_middleware(Guard, settings=settings, tokens=tokens, budget=budget, hung_up=metrics.hung_up, refuse=_refusal)
@@ -78,7 +78,7 @@ def create_app(
 
 def _refusal(path: str, error: TectumError, req_id: str | None = None) -> Response:
     """The answer to a request that no route sees, or that was refused as it was read, as callers of its path read it."""
-    return sglang.refusal(error) if path in sglang.PATHS else problems.problem_response(error, req_id)
+    return sglang.refusal(error, req_id) if path in sglang.PATHS else problems.problem_response(error, req_id)
 
 
 def _add_health(app: FastAPI, pipeline: Pipeline, pool: WorkerPool, health: Health) -> None:

@@ -55,38 +55,25 @@ class Encoder:
 
     async def encode(self, body: EncodeBody) -> messages.EncodeResponse:
         """Answers with the sizes when every receiver has its rows."""
-        found = sizes(await self._doors.encode(body.to_request(self._settings), body.addresses()))
+        found = sizes(await self._doors.encode(body))
         return messages.EncodeResponse(
             **{name: found[name] for name in messages.EncodeResponse.DESCRIPTOR.fields_by_name}
         )
 
-    async def send(self, asked: messages.SendRequest) -> messages.SendResponse:
+    async def send(self, body: SendBody) -> messages.SendResponse:
         """The rows are kept until as many receivers had them as `SchedulerReceiveUrl` announced."""
-        fields = {
-            "req_id": asked.req_id,
-            "prefill_host": asked.prefill_host,
-            "embedding_port": asked.embedding_port,
-            "session_id": asked.session_id or None,
-            "buffer_address": asked.buffer_address or None,
-        }
-        body = convert(SendBody, fields)
         await self._doors.send(body.req_id, body.target(), 0)
         return messages.SendResponse()
 
-    async def scheduler_receive_url(
-        self, asked: messages.SchedulerReceiveUrlRequest
-    ) -> messages.SchedulerReceiveUrlResponse:
-        count = max(asked.receive_count, 1)
-        fields = {"req_id": asked.req_id, "receive_url": asked.receive_url, "receive_count": count}
-        body = convert(RegisterBody, fields)
+    async def scheduler_receive_url(self, body: RegisterBody) -> messages.SchedulerReceiveUrlResponse:
         await self._doors.register(body.req_id, body.receive_url, body.receive_count)
         return messages.SchedulerReceiveUrlResponse()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         calls: Mapping[str, tuple[Callable[[Any], Awaitable[Any]], Callable[[bytes], Any]]] = {
             "Encode": (self.encode, partial(_encode_body, settings=self._settings)),
-            "Send": (self.send, messages.SendRequest.FromString),
-            "SchedulerReceiveUrl": (self.scheduler_receive_url, messages.SchedulerReceiveUrlRequest.FromString),
+            "Send": (self.send, _send_body),
+            "SchedulerReceiveUrl": (self.scheduler_receive_url, _register_body),
         }
         return grpc.method_handlers_generic_handler(
             SERVICE,
@@ -120,6 +107,28 @@ def _encode_body(raw: bytes, settings: Settings) -> EncodeBody:
             "embedding_port": list(asked.embedding_port) or None,
         },
     )
+
+
+def _send_body(raw: bytes) -> SendBody:
+    """What the message of `Send` holds. Raises BadRequestError `invalid_request`."""
+    asked = messages.SendRequest.FromString(raw)
+    return convert(
+        SendBody,
+        {
+            "req_id": asked.req_id,
+            "prefill_host": asked.prefill_host,
+            "embedding_port": asked.embedding_port,
+            "session_id": asked.session_id or None,
+            "buffer_address": asked.buffer_address or None,
+        },
+    )
+
+
+def _register_body(raw: bytes) -> RegisterBody:
+    """What the message of `SchedulerReceiveUrl` holds. Raises BadRequestError `invalid_request`."""
+    asked = messages.SchedulerReceiveUrlRequest.FromString(raw)
+    count = max(asked.receive_count, 1)
+    return convert(RegisterBody, {"req_id": asked.req_id, "receive_url": asked.receive_url, "receive_count": count})
 
 
 def _modality(items: Sequence[str]) -> str:
@@ -180,8 +189,18 @@ class _Admission:
         finally:
             self._readers.release()
         if message is grpc.aio.EOF:
-            raise BadRequestError("invalid_request", "The call came without a message")
+            raise self._refused(BadRequestError("invalid_request", "The call came without a message"))
         return bytes(message)
+
+    def understood(self, raw: bytes, read: Callable[[bytes], Any]) -> Any:
+        """What `read` makes of a message. Raises BadRequestError for one that says nothing the call can do."""
+        try:
+            return read(raw)
+        except DecodeError:
+            text = "The message is none that this call takes"
+            raise self._refused(BadRequestError("invalid_request", text)) from None
+        except TectumError as error:
+            raise self._refused(error) from None
 
     def _refused(self, error: TectumError) -> TectumError:
         self.budget.refused(error)
@@ -197,7 +216,7 @@ def _reporting(
         with admission.call():
             raw = await admission.read(context)
             with admission.budget.booked(len(raw)):
-                asked = read(raw)
+                asked = admission.understood(raw, read)
                 del raw
                 return await call(asked)
 
@@ -206,8 +225,6 @@ def _reporting(
             return await admitted(context)
         except TectumError as error:
             failure = error.bare()  # its traceback would keep the message
-        except DecodeError:
-            failure = BadRequestError("invalid_request", "The message is none that this call takes")
         except Exception as error:
             log.exception("a gRPC call failed")
             failure = InternalError("internal", f"Unexpected {type(error).__name__}; the server's log has more")

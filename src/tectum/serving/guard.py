@@ -116,7 +116,7 @@ def _given_token(authorization: bytes) -> bytes:
 
 @dataclass(slots=True)
 class BodyBudget:
-    """The bytes of all bodies that are held now, and the most there may be. refused: hears of each refusal."""
+    """The bytes of all bodies that are held now, and the most there may be. refused: hears of what is not let in."""
 
     limit: int
     refused: Callable[[TectumError], None]
@@ -168,13 +168,6 @@ class Upload:
         """Raises BadRequestError `body_too_large` or `request_timeout`, or UnavailableError `overloaded`."""
         if self._ended:
             return await self._receive()  # whoever asks now wants to hear of a hang-up
-        try:
-            return await self._next()
-        except TectumError as refusal:
-            self._budget.refused(refusal)
-            raise
-
-    async def _next(self) -> Message:
         grace, rate = self._settings.body_grace, self._settings.min_body_rate
         try:
             async with asyncio.timeout_at(self._started + grace + self._size / rate):

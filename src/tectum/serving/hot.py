@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tectum.errors import TectumError
 
-#: from a request to its response, which may be worked out while it is sent
+#: reads a request, and gives its response, which may be worked out while it is sent
 Endpoint = Callable[[Request], Awaitable[Response]]
 #: from a path, an error, and the request's id where it is known, to the answer
 Refuse = Callable[[str, TectumError, str | None], Response]
@@ -30,11 +30,22 @@ def endpoints(routes: Iterable[BaseRoute], paths: frozenset[str]) -> dict[tuple[
 
 
 class HotDoors:
-    """Middleware that serves `doors` itself and leaves the rest to `app`. refuse: the answer to what a door raises."""
+    """Middleware that serves `doors` itself and leaves the rest to `app`.
 
-    def __init__(self, app: ASGIApp, doors: Mapping[tuple[str, str], Endpoint], refuse: Refuse) -> None:
+    refused: hears of each request that its door could not read; whoever answers hears of the others. refuse: makes the answer
+    to what a door raises.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        doors: Mapping[tuple[str, str], Endpoint],
+        refused: Callable[[TectumError], None],
+        refuse: Refuse,
+    ) -> None:
         self.app = app
         self._doors = doors
+        self._refused = refused
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,9 +54,12 @@ class HotDoors:
             await self.app(scope, receive, send)
             return
         request = Request(scope, receive)
+        response = None
         try:
             response = await endpoint(request)
             await response(scope, receive, send)
         except TectumError as error:
+            if response is None:
+                self._refused(error)
             refusal = self._refuse(scope["path"], error, getattr(request.state, "req_id", None))
             await refusal(scope, receive, send)

@@ -91,7 +91,7 @@ def _allow_files(connections: int) -> None:
         )
 
 
-def _configured(app: ASGIApp, settings: Settings, metrics: Metrics, tls: ssl.SSLContext | None) -> uvicorn.Config:
+def _configured(app: ASGIApp, settings: Settings, pipeline: Pipeline, tls: ssl.SSLContext | None) -> uvicorn.Config:
     limits = ConnectionLimits(
         max_connections=settings.max_connections,
         max_head_bytes=settings.max_head_bytes,
@@ -101,7 +101,7 @@ def _configured(app: ASGIApp, settings: Settings, metrics: Metrics, tls: ssl.SSL
     config = http_within(
         limits,
         app,
-        metrics.refused,
+        pipeline.tell_refused,
         lifespan="off",
         date_header=False,
         timeout_graceful_shutdown=1,
@@ -146,12 +146,12 @@ async def _serve(
         metrics.watch_reuse(stages.reuse)
         hears = Modality.AUDIO in pool.card["modalities"]
         health, doors = Health(pipeline, pool, settings), Doors(pipeline, sending, settings, hears)
-        budget = BodyBudget(settings.max_bodies_bytes, metrics.refused)
+        budget = BodyBudget(settings.max_bodies_bytes, pipeline.tell_refused)
         app = create_app(pipeline, pool, settings, metrics, doors, health, recent, budget)
         if settings.grpc_port is not None:
             grpc_port = await open_.enter_async_context(_import_grpc_door()(doors, health, settings, budget))
             say(f"grpc on {bracketed(settings.host.strip('[]'))}:{grpc_port}")
-        server = _Server(_configured(app, settings, metrics, tls), settings.head_timeout)
+        server = _Server(_configured(app, settings, pipeline, tls), settings.head_timeout)
         stop = _stop_on_signals()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await server.listening.wait()

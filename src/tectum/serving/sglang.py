@@ -212,14 +212,19 @@ class Doors:
         self._receivers = Receivers(settings)
         self._hears = hears
 
-    async def encode(self, request: EncodeRequest, addresses: Sequence[str]) -> RequestMetadata:
-        """Encode; return when `addresses`, or where there are none the receivers that register, have their rows.
+    async def encode(self, body: EncodeBody) -> RequestMetadata:
+        """Encode; return when the body's addresses, or where there are none the receivers that register, have their rows.
 
         Raises MMError.
         """
+        try:
+            request = body.to_request(self._settings)
+            destinations = [await self._receivers.destination(address) for address in body.addresses()]
+        except TectumError as refusal:
+            self._pipeline.tell_refused(refusal)
+            raise
         if request.modality is Modality.VIDEO and self._hears:  # SGLang asks for sound in parts of its own
             request = replace(request, options={"audio_track": "separate"})
-        destinations = [await self._receivers.destination(address) for address in addresses]
         return await self._pipeline.deliver(request, destinations)
 
     async def register(self, req_id: str, address: str, receive_count: int) -> None:
@@ -272,79 +277,84 @@ class Doors:
         return MooncakeDestination(destination.address, "mooncake", target.session_id, target.buffer_address)
 
 
-_ENCODE = msgspec.json.Decoder(EncodeBody)
-_REGISTER = msgspec.json.Decoder(RegisterBody)
-_METADATA = msgspec.json.Decoder(MetadataBody)
-_SEND = msgspec.json.Decoder(SendBody)
-
-
 def router(doors: Doors, health: Health, settings: Settings) -> APIRouter:
-    """SGLang's routes: thin, each reads its body and asks one door."""
+    """SGLang's routes: thin, each asks one door."""
     api = APIRouter(tags=["sglang"])
 
-    async def encode(raw: bytes) -> None:
-        body = decode(_ENCODE, raw, settings)
-        await doors.encode(body.to_request(settings), body.addresses())
+    async def encode(body: EncodeBody) -> None:
+        await doors.encode(body)
 
-    async def scheduler_receive_url(raw: bytes) -> None:
-        body = decode(_REGISTER, raw, settings)
+    async def scheduler_receive_url(body: RegisterBody) -> None:
         await doors.register(body.req_id, body.receive_url, body.receive_count)
 
-    async def scheduler_receive_meta_data(raw: bytes) -> dict[str, Any]:
-        return sizes(await doors.metadata(decode(_METADATA, raw, settings).req_id))
+    async def scheduler_receive_meta_data(body: MetadataBody) -> dict[str, Any]:
+        return sizes(await doors.metadata(body.req_id))
 
-    async def send(raw: bytes) -> None:
-        body = decode(_SEND, raw, settings)
+    async def send(body: SendBody) -> None:
         await doors.send(body.req_id, body.target(), body.receive_count)
 
     async def probe() -> Response:
         return Response(status_code=200 if health.good() else 503)
 
-    for path, work, summary in (
-        ("/encode", encode, "Encode one part; answers when every receiver has its rows"),
+    for path, kind, work, summary in (
+        ("/encode", EncodeBody, encode, "Encode one part; answers when every receiver has its rows"),
         (
             "/scheduler_receive_url",
+            RegisterBody,
             scheduler_receive_url,
             "Register a receiver for one part, before or after its /encode",
         ),
-        ("/scheduler_receive_meta_data", scheduler_receive_meta_data, "Sizes of one part, before its forward"),
-        ("/send", send, "Deliver one part to the receiver that asks"),
+        (
+            "/scheduler_receive_meta_data",
+            MetadataBody,
+            scheduler_receive_meta_data,
+            "Sizes of one part, before its forward",
+        ),
+        ("/send", SendBody, send, "Deliver one part to the receiver that asks"),
     ):
-        api.add_api_route(path, _route(work, settings), methods=["POST"], summary=summary)
+        route = _route(msgspec.json.Decoder(kind), work, settings)
+        api.add_api_route(path, route, methods=["POST"], summary=summary)
     for path in ("/health", "/health_generate"):
         api.add_api_route(path, probe, methods=["GET"], summary="The encoder does its work")
         api.add_api_route(path, probe, methods=["HEAD"], include_in_schema=False)
     return api
 
 
-def _route(work: Callable[[bytes], Awaitable[Any]], settings: Settings) -> Callable[[Request], Awaitable[Response]]:
-    """A route that works on the raw body while its caller waits."""
+def _route(
+    decoder: msgspec.json.Decoder[Any], work: Callable[[Any], Awaitable[Any]], settings: Settings
+) -> Callable[[Request], Awaitable[Response]]:
+    """A route that reads its body, and works on it while its caller waits."""
 
     async def route(request: Request) -> Response:
         async with aclosing(body_pieces(request.receive)) as pieces:
             raw = b"".join([piece async for piece in pieces])
-        return _answer(raw, work, settings)
+        try:
+            body = decode(decoder, raw, settings)
+        except TectumError:
+            request.state.req_id = _req_id(raw)
+            raise
+        return _answer(body, work, settings)
 
     return route
 
 
-def _answer(raw: bytes, work: Callable[[bytes], Awaitable[Any]], settings: Settings) -> Response:
+def _answer(body: Any, work: Callable[[Any], Awaitable[Any]], settings: Settings) -> Response:
     """Do the work while the caller waits, and answer with what it returns, or in SGLang's error form."""
 
     async def answering(caller: Caller) -> None:
         try:
-            found = await work(raw)
+            found = await work(body)
         except TectumError as error:
-            await _refuse(caller, error, _req_id(raw))
+            await _refuse(caller, error, body.req_id)
         else:
             await caller.answer(200, _JSON, json.dumps(found).encode())
 
     return Answer(answering, settings.send_timeout)
 
 
-def refusal(error: TectumError) -> Response:
-    """The answer to a request that was refused before its body was read whole."""
-    return JSONResponse(error_body(error), error.status, _error_headers(error))
+def refusal(error: TectumError, req_id: str | None) -> Response:
+    """The answer to a request that was refused as it was read, or before."""
+    return JSONResponse(error_body(error, req_id), error.status, _error_headers(error))
 
 
 async def _refuse(caller: Caller, error: TectumError, req_id: str | None) -> None:
