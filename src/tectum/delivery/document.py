@@ -1,7 +1,7 @@
 """An embedding's document (`wire.py`), read where it lies: its arrays are views of the receiver's own buffer, not copies.
 
-For receivers that keep rows in memory of their own choosing: pinned, shared, pre-faulted. Whatever the document claims
-is checked before a view of it is given out. Imports neither torch nor numpy until rows are looked at.
+The only reader of the format. Receivers keep rows in memory of their own choosing: pinned, shared, pre-faulted. Whatever
+the document claims is checked before a view of it is given out. Imports neither torch nor numpy until rows are looked at.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tectum.delivery.wire import TENSORS, VERSION, Raw, Sum
+from tectum.delivery.wire import NAMES, TENSORS, VERSION, Raw, Sum
 from tectum.errors import DeliveryError
 from tectum.types import DTYPE_BYTES, Embedding, Grid
 
 #: longest header (bytes) that is parsed; ours have a few hundred, and 24 more for each item
 MAX_HEADER = 1024 * 1024
-_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "U8": "uint8"}
 _ITEM_BYTES = {**DTYPE_BYTES, "int64": 8, "uint8": 1}
 
 
@@ -115,7 +114,7 @@ def _parse(buffer: memoryview) -> tuple[dict[str, _Tensor], Mapping[str, Any]]:
 
 
 def _tensor(entry: Mapping[str, Any], buffer: memoryview, base: int) -> _Tensor:
-    dtype, shape, (start, end) = _NAMES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    dtype, shape, (start, end) = NAMES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     count = 1
     for size in shape:
         if type(size) is not int or size < 0:
@@ -162,8 +161,10 @@ def _arrays(tensors: Mapping[str, _Tensor], dtype: str) -> list[_Tensor]:
     if rows is None or set(tensors) - known:
         raise _invalid("The document has no rows, or tensors that are not Tectum's")
     for array in (rows, *layers):
-        if array.dtype != dtype or len(array.shape) != 2 or array.shape != rows.shape:
+        if array.dtype != dtype or dtype not in DTYPE_BYTES or len(array.shape) != 2:
             raise _invalid(f"Rows are {array.dtype} {list(array.shape)[:4]}, not {dtype[:20]} [tokens, width]")
+        if array.shape != rows.shape:
+            raise _invalid(f"A deepstack layer is {list(array.shape)}, the rows are {list(rows.shape)}")
     return [rows, *layers]
 
 
