@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tectum import doctor
+
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
@@ -55,10 +57,20 @@ def test_nothing_is_unpickled_or_evaluated():
                 assert keywords.get("trust_remote_code") in (None, "False"), path
 
 
+def names_of(requirements) -> set[str]:
+    return {re.split(r"[<>=!;\[ ]", requirement)[0] for requirement in requirements}
+
+
+def test_the_doctor_looks_at_every_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert names_of(project["dependencies"]) == set(doctor.BASE)
+    assert names_of(project["optional-dependencies"]["serve"]) == set(doctor.SERVE)
+
+
 def test_every_dependency_is_explained_and_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = project["dependencies"] + [d for extra in project["optional-dependencies"].values() for d in extra]
-    names = {re.split(r"[<>=!;\[ ]", requirement)[0] for requirement in wanted}
+    names = names_of(wanted)
     explained = set(re.findall(r"^\| `([\w-]+)` \|", (ROOT / "docs" / "dependencies.md").read_text(), re.MULTILINE))
     pinned = {
         line.split("==")[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines()
