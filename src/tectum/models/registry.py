@@ -55,7 +55,6 @@ def adapter_for(architecture: str) -> type[FeaturesAdapter]:
     family = architectures().get(architecture)
     if family is None:
         name = architecture if len(architecture) <= NAME_ROOM else f"{architecture[: NAME_ROOM - 1]}…"
-        served = SERVED
-        text = f"{name} is not supported (docs/adding-a-family.md); known: {served}"
+        text = f"{name} is not supported (docs/adding-a-family.md); known: {SERVED}"
         raise StartupError("unsupported_architecture", text, known=sorted(architectures()))
     return adapter_class(family)
