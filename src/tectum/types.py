@@ -41,11 +41,14 @@ class MediaItem:
         if sum(source is not None for source in (self.url, self.data, self.base64)) != 1:
             raise ValueError("a media item needs exactly one of url, data or base64")
 
+    @property
+    def remote(self) -> bool:
+        """Whether it lies behind an `http:` or `https:` URL, and has to be fetched."""
+        return self.url is not None and self.url[:8].lower().startswith(("http:", "https:"))
+
     def without_media(self) -> MediaItem:
         """The same item without its bytes; where they lay is kept."""
-        if self.url is not None and self.url[:8].lower().startswith(("http:", "https:")):
-            return self
-        return MediaItem(self.modality, data=b"")
+        return self if self.remote else MediaItem(self.modality, data=b"")
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ def _keyed(request: EncodeRequest, revision: str, policy: MediaPolicy) -> tuple[
     items, keys = [], []
     for index, item in enumerate(request.items):
         try:
-            media = item_bytes(item, policy, None)
+            media = item_bytes(item, policy)
         except TectumError as error:
             raise error.at_item(index) from None
         items.append(MediaItem(item.modality, data=media))
