@@ -21,12 +21,14 @@ MEDIA_TYPE = "application/problem+json"
 
 
 def problem_response(error: TectumError, req_id: str | None = None) -> Response:
-    headers = {}
-    if error.retry_after is not None:
-        headers["Retry-After"] = str(math.ceil(error.retry_after))
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return Response(msgspec.json.encode(error.to_problem(req_id), enc_hook=str), error.status, headers, MEDIA_TYPE)
+    body = msgspec.json.encode(error.to_problem(req_id), enc_hook=str)
+    return Response(body, error.status, error_headers(error), MEDIA_TYPE)
+
+
+def error_headers(error: TectumError) -> dict[str, str]:
+    """The headers of the answer to an error, whatever form its body has: when to try again, what credentials are read."""
+    headers = {} if error.retry_after is None else {"retry-after": str(math.ceil(error.retry_after))}
+    return {**headers, "www-authenticate": "Bearer"} if error.status == 401 else headers
 
 
 def from_validation(error: RequestValidationError) -> TectumError:
