@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Encoder:
-    """Runs the vision encoder of a checkpoint here, without a server and without its language model.
+    """Runs the encoder of a checkpoint here, without a server and without its language model.
 
     model: a local folder or a hub id. Settings are keyword arguments by the names of `tectum.Settings`
     (`device`, `dtype`, `forward_threads`, …). `encode` blocks, `aencode` awaits; both may be called from several

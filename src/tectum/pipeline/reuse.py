@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from tectum.cache.flights import Flight, Flights
+from tectum.cache.flights import Flights
 from tectum.cache.key import content_key, joint_key
 from tectum.cache.store import EmbeddingCache, Entry
 from tectum.delivery.staging import Lease
@@ -94,7 +94,7 @@ class Reuse:
 
     async def keep(self, part: PreparedPart, lease: Lease) -> None:
         """Fresh rows: for those who wait for them, and for later. When it ends nobody reads the lease any more."""
-        flight: Flight | None = part.flight
+        flight = part.flight
         if flight is None or not (flight.followers or self.cache.fits(lease.nbytes)):
             return
         try:

@@ -17,7 +17,7 @@ from tectum.config import Settings
 from tectum.delivery.staging import Lease, StagingPool
 from tectum.errors import BadRequestError, StartupError, TectumError, UnavailableError
 from tectum.pipeline.limits import fuses
-from tectum.pipeline.threads import outlast
+from tectum.pipeline.threads import looked_at, outlast
 from tectum.pipeline.work import PreparedPart
 from tectum.types import EncodeRequest
 from tectum.workers import messages
@@ -263,7 +263,7 @@ class WorkerPool:
             if isinstance(message, Encode):
                 await outlast(future)
             else:  # it still counts as pending until the encoder answers: one that hangs is noticed all the same
-                future.add_done_callback(_looked_at)
+                future.add_done_callback(looked_at)
             raise
 
     def _drop(self, lane: _Lane, ticket: int) -> None:
@@ -349,12 +349,6 @@ def _content_hint(request: EncodeRequest) -> bytes:
         media = item.data or (item.base64 or item.url or "").encode("utf-8", "surrogatepass")
         pieces.append(b"%d:%b%b" % (len(media), media[:64], media[-64:]))
     return b"".join(pieces)
-
-
-def _looked_at(future: asyncio.Future[Any]) -> None:
-    """Nobody waits for this answer any more."""
-    if not future.cancelled():
-        future.exception()
 
 
 def _worker_lost(text: str) -> UnavailableError:

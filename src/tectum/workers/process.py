@@ -23,6 +23,10 @@ from tectum.workers.messages import FromEncoder, Start
 
 log = logging.getLogger("tectum.workers")
 
+#: glibc's allocator is to keep what it has: an encoder frees and takes blocks of the same sizes all the time, and what goes
+#: back to the system each time has to be faulted in again each time
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(512 * MIB), "MALLOC_MMAP_THRESHOLD_": str(512 * MIB)}
+
 
 class LocalProcesses:
     """`Launcher` of `settings.workers` processes."""
@@ -49,11 +53,6 @@ class LocalProcesses:
 
     async def close(self) -> None:
         self._pool = None
-
-
-#: glibc's allocator is to keep what it has: an encoder frees and takes blocks of the same sizes all the time, and what goes
-#: back to the system each time has to be faulted in again each time
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(512 * MIB), "MALLOC_MMAP_THRESHOLD_": str(512 * MIB)}
 
 
 class WorkerProcess(EncoderLine, asyncio.Protocol):
