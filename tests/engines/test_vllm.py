@@ -399,7 +399,7 @@ def test_a_token_file_that_cannot_be_used_stops_the_engine(encoder, tmp_path):
     (tmp_path / "empty").write_text("\n\n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for name in ("empty", "binary", "missing"):
-        with pytest.raises(StartupError, match="token_file: .* cannot be read or is empty"):
+        with pytest.raises(StartupError, match=r"token_file: .* cannot be read or is empty"):
             Engine.start(config(WIDTH, url=encoder.url, token_file=str(tmp_path / name)))
 
 

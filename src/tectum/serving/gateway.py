@@ -386,7 +386,7 @@ class Gateway:
 
 
 def create_app(settings: GatewaySettings) -> ASGIApp:
-    """The gateway behind its guard. Raises StartupError when a token file cannot be read."""
+    """The gateway behind its guard. Raises StartupError when a token file cannot be read, or a `TECTUM_*` variable is wrong."""
     door = _door(settings)
     return Guard(
         Gateway(settings),
@@ -400,8 +400,8 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
 
 
 def _door(settings: GatewaySettings) -> Settings:
-    """The limits of an encoder's door, for this one."""
-    return Settings(
+    """The limits of an encoder's door, for this one. Raises StartupError for what the environment makes of them."""
+    return Settings.load(
         host=settings.host,
         token_file=settings.token_file,
         max_body_bytes=settings.max_body_bytes,
