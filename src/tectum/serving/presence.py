@@ -49,7 +49,7 @@ class Caller:
     async def watched(self) -> AsyncIterator[Caller]:
         """Run the block as long as the caller is connected; raise CallerGoneError out of it as soon as it is not."""
         task = asyncio.current_task()
-        assert task is not None
+        assert task is not None, "an answer is worked out in a task"
         gone = False
 
         async def watch() -> None:

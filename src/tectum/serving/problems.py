@@ -42,15 +42,15 @@ def install(app: FastAPI) -> None:
     """Register the handlers of every kind of failure on `app`."""
 
     async def on_tectum(request: Request, error: Exception) -> Response:
-        assert isinstance(error, TectumError)
+        assert isinstance(error, TectumError), "each handler is given errors of its own kind"
         return problem_response(error, getattr(request.state, "req_id", None))
 
     async def on_validation(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
+        assert isinstance(error, RequestValidationError), "each handler is given errors of its own kind"
         return problem_response(from_validation(error))
 
     async def on_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
+        assert isinstance(error, HTTPException), "each handler is given errors of its own kind"
         if error.status_code == 404:
             return problem_response(
                 BadRequestError("not_found", "There is no such page; /openapi.json lists those there are")

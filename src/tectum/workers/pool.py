@@ -37,7 +37,7 @@ PROVEN = 60.0
 USUAL_PATCHES = 1024
 #: seconds by which a look at an encoder may be late; beyond that this process itself stood still
 LATE = 0.5
-#: of `--stall-timeout`: what an encoder gets after such a standstill before it is looked at again
+#: share of `--stall-timeout` that an encoder gets to say something after such a standstill, before it is looked at again
 ANEW = 0.25
 #: seconds between two looks at how many encoders are needed, where that number may change
 LOOK_EVERY = 0.5

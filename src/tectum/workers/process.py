@@ -75,7 +75,7 @@ class WorkerProcess(EncoderLine, asyncio.Protocol):
     def _spawn(self, there: socket.socket, staging_fd: int) -> None:
         with there:
             command = [sys.executable, "-m", "tectum.workers.worker", str(there.fileno()), str(staging_fd)]
-            # a fork takes a millisecond, and its end is watched through a descriptor of its own: asyncio's way adds nothing
+            # not asyncio's subprocess: starting one takes a millisecond, and the pidfd below tells of its end
             self._process = subprocess.Popen(
                 command,
                 pass_fds=(there.fileno(), staging_fd),
