@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 
 from tectum import doctor
+from tectum.config import Settings
+from tectum.lifecycle.ledger import Limits
+from tectum.media.policy import MediaPolicy
 from tectum.models.registry import FAMILIES
+from tectum.pipeline.limits import lifecycle_limits
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -66,6 +70,12 @@ def test_the_doctor_looks_at_every_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert names_of(project["dependencies"]) == set(doctor.BASE)
     assert names_of(project["optional-dependencies"]["serve"]) == set(doctor.SERVE)
+
+
+def test_defaults_that_stand_in_two_places_agree():
+    """`Limits` and `MediaPolicy` have defaults of their own, so that their rooms stand alone."""
+    assert lifecycle_limits(Settings()) == Limits()
+    assert MediaPolicy.from_settings(Settings()) == MediaPolicy()
 
 
 def test_every_dependency_is_explained_and_pinned():
