@@ -40,6 +40,7 @@ def greet(connection: socket.socket, memory: int) -> None:
 
 
 def line(message: Mapping[str, Any]) -> bytes:
+    """A message as it is sent."""
     return json.dumps(message).encode() + b"\n"
 
 

@@ -1,4 +1,8 @@
-"""From an item to its bytes: raw (as sent, or as fetched), base64, `data:` URI, allowed file. Blocking: runs in a thread."""
+"""From an item to its bytes: raw (as sent, or as fetched), base64, `data:` URI, allowed file. Blocking: runs in a thread.
+
+Owns how each form is read and bounded, and is the only place that opens a path which a request names. It looks at no byte of
+the media, and fetches nothing: `fetch.py` does.
+"""
 
 from __future__ import annotations
 

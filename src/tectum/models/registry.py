@@ -1,4 +1,7 @@
-"""Which adapter serves which architecture (the name in a checkpoint's `config.json`). A family's module is imported on use."""
+"""Which adapter serves which architecture (the name in a checkpoint's `config.json`). A family's module is imported on use.
+
+Owns the list of families: a new one is a file beside this one, and a line here (docs/adding-a-family.md).
+"""
 
 from __future__ import annotations
 

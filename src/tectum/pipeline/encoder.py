@@ -1,4 +1,7 @@
-"""`Encoder`: the encoder in this process, through the very pipeline that the server runs."""
+"""`Encoder`: the encoder in this process, through the very pipeline that the server runs.
+
+Owns the event loop that the pipeline runs on, and the thread that runs it: callers may be threads, or loops of their own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Is the caller still there? A caller that hangs up on a plain call cancels its work (and nobody else's)."""
+"""Is the caller still there? A caller that hangs up on a plain call cancels its work (and nobody else's).
+
+Owns the sending of one answer, and the watch for a hang-up beside it. What a cancelled call means for its request is not
+decided here: the block that is cancelled tells the lifecycle.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Errors at the door: every failure leaves as `application/problem+json` (RFC 9457), whatever raised it."""
+"""Errors at the door: every failure leaves as `application/problem+json` (RFC 9457), whatever raised it.
+
+Owns that form and its headers; which error it is was decided where it was raised.
+"""
 
 from __future__ import annotations
 

@@ -109,6 +109,7 @@ class WorkerPool:
             self._scaling = asyncio.ensure_future(self._scale())
 
     async def stop(self) -> None:
+        """End all encoders, and fail what they still had to do. Idempotent."""
         if self._scaling is not None:
             self._scaling.cancel()
             await asyncio.gather(self._scaling, return_exceptions=True)
