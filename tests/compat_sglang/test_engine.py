@@ -36,9 +36,8 @@ class Engine:
         self.encoders = encoders
 
     def delivered(self) -> list[float]:
-        """Deliveries that arrived. Not releases by that reason: SGLang may hang up on an `/encode` once it has its rows."""
-        arrived = 'encoder_transfer_time_seconds_count{backend="zmq",status="ok"}'
-        return [gauges(one).get(arrived, 0) for one in self.encoders]
+        """Requests that ended delivered: also those whose `/encode` SGLang hangs up on, once it has its rows."""
+        return [gauges(one).get('encoder_releases_total{reason="delivered"}', 0) for one in self.encoders]
 
     def is_idle(self) -> bool:
         return all(nothing_is_held(one) for one in self.encoders)

@@ -193,6 +193,37 @@ def test_the_failure_of_the_second_of_two_deliveries_leaves_the_first_alone():
     assert ended == [M.Wake(1, None, failure), M.Ended(life, M.Reason.SEND_FAILED, failure), M.Free(life)]
 
 
+def test_a_caller_that_leaves_while_its_rows_are_on_their_way_aborts_nothing():
+    ledger = Ledger()
+    life = staged(ledger, delivery=PUSH)
+    ledger.handle(Register("r", ("one", "two"), 2, 5), 0.0)
+    assert ledger.handle(M.SendConfirmed(life, "one"), 1.0) == []
+    assert ledger.handle(M.CallerLeft(life, 1), 1.5) == []
+    ended = [M.Ended(life, M.Reason.DELIVERED, None), M.Free(life)]
+    assert ledger.handle(M.SendConfirmed(life, "two"), 2.0) == ended
+
+
+@pytest.mark.parametrize("registered", [(), ("one",)], ids=["none", "one of two"])
+def test_a_caller_that_leaves_before_its_receivers_are_there_ends_its_request(registered):
+    ledger = Ledger()
+    life = staged(ledger, delivery=PUSH)
+    if registered:
+        ledger.handle(Register("r", registered, 2, 5), 0.0)
+    assert ledger.handle(M.CallerLeft(life, 1), 1.5)[0].reason is M.Reason.CLIENT_ABORT
+
+
+def test_what_was_on_its_way_and_failed_is_a_failed_delivery_with_nobody_to_tell():
+    ledger = Ledger()
+    life = staged(ledger, delivery=PUSH)
+    ledger.handle(Register("r", ("one",), 1, 5), 0.0)
+    assert ledger.handle(M.CallerLeft(life, 1), 1.0) == []
+    failure = DeliveryError("send_failed", "receiver one is gone")
+    assert ledger.handle(M.SendFailed(life, "one", failure), 2.0) == [
+        M.Ended(life, M.Reason.SEND_FAILED, failure),
+        M.Free(life),
+    ]
+
+
 def test_early_registrations_and_waits_are_held_and_bounded():
     ledger = Ledger(Limits(unknown_id_wait=5.0))
     assert ledger.handle(Register("r", ("one",), 1, 5), 0.0) == [M.Admit(0)]

@@ -488,6 +488,22 @@ def test_a_push_call_returns_when_every_receiver_has_its_rows():
     scenario(test)
 
 
+def test_a_push_call_that_hangs_up_while_its_rows_are_on_their_way_is_delivered():
+    async def test(pipeline, work):
+        gate = work.gate("send", ONE.address)
+        call = start(pipeline.deliver(request(), [ONE], 1))
+        await gate.reached.wait()
+        call.cancel()
+        await asyncio.wait([call])
+        assert "r" in work.held
+        gate.open.set()
+        await pipeline.drain(10)
+        assert (work.sent, work.held) == ([ONE.address], set())
+        assert pipeline.ledger.tombstone("r", 0.0).reason == "delivered"
+
+    scenario(test)
+
+
 def test_a_push_call_names_its_receivers_itself_under_an_id_that_was_used_before():
     async def test(pipeline, work):
         await inline(pipeline, request())  # an earlier life of the id leaves a tombstone

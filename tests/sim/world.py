@@ -306,6 +306,11 @@ class World:
         """Everybody who was to have a copy has it, or is lost for good."""
         return bool(life.confirmed or life.lost) and not self.without_copy(life)
 
+    def under_way(self, life: Life) -> bool:
+        """Receivers are known, and each of those that lack rows, announced ones too, is being sent to."""
+        lacking = life.registered - life.confirmed - set(life.lost)
+        return bool(life.registered) and life.declared <= len(life.registered) and lacking <= set(life.sends)
+
     def queued_patches(self) -> int:
         return sum(life.size.patches for life in self.lives.values() if life.queued and life.size)
 

@@ -125,6 +125,13 @@ class Request:
         receivers = len(registered & (confirmed | set(self.lost or ())))
         return receivers >= max(self.declared, len(registered))
 
+    @property
+    def on_its_way(self) -> bool:
+        """Every receiver that was announced or registered has its rows, is lost for good, or is being sent to."""
+        registered = self.registered or set()
+        done = (self.confirmed or set()) | set(self.lost or ())
+        return bool(registered) and len(registered) >= self.declared and registered <= done | set(self.active_sends)
+
     def add_caller(self, waiter: int, delivery: Delivery) -> None:
         """One more caller wants the rows. Who asks to hold them is promised a pull that is still to come."""
         self.callers[waiter] = delivery
@@ -253,10 +260,13 @@ def _add_destinations(request: Request, event: DestinationsAdded, effects: list[
 
 
 def _caller_left(request: Request, event: CallerLeft, effects: list[Effect]) -> None:
-    """Its wait and its copy are given up; when no caller is left, release."""
+    """Its wait and its copy are given up; when no caller is left, release, unless all rows are on their way.
+
+    A receiver may close its connection once it has the rows, before the send heard of it: that aborts nothing (R13).
+    """
     request.waiters = [entry for entry in request.waiters if entry[0] != event.waiter]
     del request.callers[event.waiter]
-    if not request.callers:
+    if not request.callers and not request.on_its_way:
         _release(request, Reason.CLIENT_ABORT, None, effects)
     elif request.state is State.STAGED:
         _settle(request, Reason.DELIVERED, effects)

@@ -86,8 +86,10 @@ class Cancelling(Checker):
         ended = step.first(E.Ended)
         if isinstance(step.event, E.CallerLeft) and step.life is not None and not step.was_ended:
             alone = not step.life.callers
-            if alone:
+            if alone and not world.under_way(step.life):
                 self.must(ended is not None, "the last caller left and its work goes on")
+            elif alone:
+                self.must(ended is None or ended.reason != E.Reason.CLIENT_ABORT, "aborted with its rows on their way")
             elif ended is not None:
                 self.must(ended.reason != E.Reason.CLIENT_ABORT, "one caller left and took the others' request along")
 
