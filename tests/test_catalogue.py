@@ -149,6 +149,11 @@ def test_each_code_is_found_as_it_stands_in_logs_problems_and_links(code: str) -
             "RuntimeError: encoder  produced 120 tokens,\n but preprocessor metadata expected 128",
             ["row_mismatch"],
         ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", ["out_of_memory"]),
+        ("CUDA out of memory", ["out_of_memory"]),
+        ("404 Not Found", ["not_found"]),
+        ("ModuleNotFoundError: No module named 'torch'", ["missing_dependency"]),
+        ("the port is not found (deadline exceeded)", ["not_found", "deadline_exceeded"]),
     ],
 )
 def test_the_messages_that_operators_search_for(text: str, codes: list[str]) -> None:

@@ -25,7 +25,9 @@ from tests import zoo
 
 def tectum(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tectum", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, **environment})
+    # somebody may serve on the port of their own, and no test asks the hub
+    environment = {**os.environ, "TECTUM_PORT": "0", "HF_HUB_OFFLINE": "1", **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +42,20 @@ def photograph(tmp_path_factory):
     [
         (["serve", "/no/such/folder"], "model_not_found"),
         (["serve", "."], "model_not_found"),
+        (["serve", "org/no-such-model"], "from the hub (it is not in the cache, and the hub is not reached)"),
         (["serve", ".", "--host", "0.0.0.0"], "give --token-file"),
         (["serve", ".", "--port", "99999"], "port"),
         (["serve", ".", "--fuse", "sometimes"], "fuse"),
         (["serve", ".", "--device", "cuda:7"], "cuda:7"),
+        (["serve", ".", "--device", "gpu"], "error device: auto, cpu, cuda or cuda:N. [invalid_settings]"),
+        (["serve", ".", "--fuse", "maybe"], "what to do: tectum explain invalid_settings"),
         (["serve", ".", "--workers", "0"], "error workers: from 1 to 256 processes"),
         (["encode", "x.png", "--out", "x"], "--url"),
         (["encode", "x.png", "--out", "x", "--url", "http://127.0.0.1:1", "--model", "."], "Give either --url"),
-        (["encode", "x.png", "--out", "x", "--url", "127.0.0.1:30100"], "with its scheme"),
+        (
+            ["encode", "x.png", "--out", "x", "--url", "127.0.0.1:30100"],
+            "url: '127.0.0.1:30100' is not the http://host:port",
+        ),
         (["encode", "x.png", "--out", "no/such/x", "--url", "http://127.0.0.1:1"], "there is no folder no/such"),
         (["explain", "zzzzzzzz qqqqqq"], "explain --list"),
     ],
@@ -65,6 +73,20 @@ def test_a_package_that_hides_a_library_is_named(tmp_path):
     done = tectum("serve", "null:4x4", PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     assert done.returncode == 2
     assert 'pip install --upgrade "tectum[serve]" python-multipart' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_encoding_here_with_the_base_install_says_what_is_missing(photograph, tmp_path):
+    program = """
+import sys
+sys.modules["torch"] = None
+from tectum.cli import main
+main()
+"""
+    arguments = ("encode", str(photograph), "--model", ".", "--out", str(tmp_path / "rows"))
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert 'error torch is not installed; run: pip install "tectum[serve]" [missing_dependency]' in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -104,6 +126,38 @@ def test_unknown_environment_variables_are_refused(tiny):
     done = tectum("serve", str(tiny), TECTUM_REQEST_TTL="1")
     assert done.returncode == 2
     assert "TECTUM_REQEST_TTL" in done.stderr
+
+
+#: what a container that runs in a namespace with the Services `tectum` and `tectum-grpc` finds, as the Kubernetes
+#: documentation lists it (Service, "Environment variables")
+SERVICE_LINKS = {
+    "TECTUM_SERVICE_HOST": "10.0.0.11",
+    "TECTUM_SERVICE_PORT": "30100",
+    "TECTUM_SERVICE_PORT_HTTP": "30100",
+    "TECTUM_PORT": "tcp://10.0.0.11:30100",
+    "TECTUM_PORT_30100_TCP": "tcp://10.0.0.11:30100",
+    "TECTUM_PORT_30100_TCP_PROTO": "tcp",
+    "TECTUM_PORT_30100_TCP_PORT": "30100",
+    "TECTUM_PORT_30100_TCP_ADDR": "10.0.0.11",
+    "TECTUM_GRPC_SERVICE_HOST": "10.0.0.12",
+    "TECTUM_GRPC_PORT": "tcp://10.0.0.12:30001",
+}
+
+
+def test_where_kubernetes_says_that_a_service_is_is_no_setting(monkeypatch):
+    for name, value in SERVICE_LINKS.items():
+        monkeypatch.setenv(name, value)
+    assert (Settings.load().port, Settings.load().grpc_port) == (30100, None)
+    assert Settings(host="127.0.0.1").port == 30100, "as the gateway and the bootstrap server make them"
+    monkeypatch.setenv("TECTUM_GRPC_PORT", "30001")
+    assert Settings.load(transfer_backend="zmq_to_tokenizer").grpc_port == 30001
+
+
+@pytest.mark.parametrize("name", ["TECTUM_PORTS", "TECTUM_SERVICE", "TECTUM_PORT_TCP", "TECTUM_SERVICE_HOSTS"])
+def test_what_only_looks_like_it_is_still_refused(name, monkeypatch):
+    monkeypatch.setenv(name, "tcp://10.0.0.11:30100")
+    with pytest.raises(StartupError, match=name):
+        Settings.load()
 
 
 def test_settings_come_from_flags_then_environment_then_file(tmp_path, monkeypatch):

@@ -105,7 +105,9 @@ def test_the_manifest_gives_arguments_that_the_command_takes(tmp_path):
     assert f"--token-file={token}/token" in flags
     given = dict(flag.removeprefix("--").split("=") for flag in flags)
     settings = Settings.load(**{name.replace("-", "_"): value for name, value in given.items()})
-    assert template["terminationGracePeriodSeconds"] > settings.drain_timeout
+    waits, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert waits == "sleep"
+    assert template["terminationGracePeriodSeconds"] > int(seconds) + settings.drain_timeout
     assert container["ports"][0]["containerPort"] == settings.port
     assert any(model.startswith(mount["mountPath"]) for mount in container["volumeMounts"])
 

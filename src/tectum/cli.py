@@ -205,6 +205,7 @@ def encode(
         }
         embedding = _encode_there(url, files, asked, **options_there)
     else:
+        _needs_serve("tectum.models.load", "load_adapter")  # an Encoder imports it when it is made
         encoder = _needs_serve("tectum.pipeline.encoder", "Encoder")
         with encoder(model, **{name: value for name, value in (settings or {}).items() if value is not None}) as here:
             embedding = here.encode(files, **asked)
@@ -218,8 +219,6 @@ def encode(
 def _encode_there(url: str, files: list[str], asked: dict[str, Any], **options: Any) -> Any:
     from tectum.engines.client import Client
 
-    if not url.startswith(("http://", "https://")):
-        raise StartupError("invalid_settings", "url: give it with its scheme, such as http://127.0.0.1:30100")
     with Client(url, **options) as client:
         return client.encode(files, **asked)
 
@@ -393,7 +392,7 @@ def main() -> None:
     except TectumError as error:
         if "--json" in sys.argv:
             print(json.dumps({"error": error.to_problem()}))
-        where = "" if error.item is None else f" (item {error.item})"
-        text = escape(f"{error.message}{where} [{error.code}]")
-        Console(stderr=True).print(f"[bold red]error[/] {text}", highlight=False, soft_wrap=True)
+        text = escape(str(error))
+        more = "" if "explain" in sys.argv[1:2] else f"\n[dim]what to do: tectum explain {error.code}[/]"
+        Console(stderr=True).print(f"[bold red]error[/] {text}{more}", highlight=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, StartupError) else 1)

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import tomllib
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from tectum.errors import StartupError
 
 MIB = 1024 * 1024
 RAY_SCHEME = "ray://"
+#: Kubernetes sets these in every pod for a Service whose name begins with `tectum`; of the first, only where it is an address
+_LINK_PORT = re.compile(r"TECTUM_(\w+_)?PORT")
+_LINK = re.compile(
+    r"TECTUM_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)", re.ASCII
+)
 
 
 class Settings(BaseSettings):
@@ -404,12 +410,23 @@ class Settings(BaseSettings):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "settings"
             said = first["msg"].removeprefix("Value error, ")  # of the library, before our own words
+            if first["type"] == "string_pattern_mismatch":  # a pattern is no answer; the setting's own sentence says it
+                said = cls.model_fields[where].description or said
             raise StartupError("invalid_settings", f"{where}: {said}") from None
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """What is given, then the environment as `load` reads it."""
+        return init_settings, InitSettingsSource(settings_cls, cls._environment())
 
     @classmethod
     def _environment(cls) -> dict[str, Any]:
         names = {f"TECTUM_{name.upper()}": name for name in cls.model_fields}
-        return {names[key]: value for key, value in os.environ.items() if key in names}
+        return {
+            names[key]: value for key, value in os.environ.items() if key in names and not _is_service_link(key, value)
+        }
 
     def limits(self) -> dict[str, Any]:
         """The bounds in force, for `GET /v1/limits`."""
@@ -449,6 +466,15 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _refuse_unknown_environment(known: set[str]) -> None:
-    for key in os.environ:
-        if key.startswith("TECTUM_") and key.removeprefix("TECTUM_").lower() not in known:
+    for key, value in os.environ.items():
+        if not key.startswith("TECTUM_") or _is_service_link(key, value):
+            continue
+        if key.removeprefix("TECTUM_").lower() not in known:
             raise StartupError("invalid_settings", f"unknown environment variable {key}")
+
+
+def _is_service_link(key: str, value: str) -> bool:
+    """Whether a variable is where Kubernetes says that a Service is (`TECTUM_PORT=tcp://10.0.0.1:30100`), and no setting."""
+    if value.startswith(("tcp://", "udp://", "sctp://")) and _LINK_PORT.fullmatch(key):
+        return True
+    return _LINK.fullmatch(key) is not None

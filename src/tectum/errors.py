@@ -123,7 +123,8 @@ class TectumError(Exception):
         return self.spec.retryable
 
     def __str__(self) -> str:
-        return f"{self.message} [{self.code}]"
+        where = "" if self.item is None else f" (item {self.item})"
+        return f"{self.message}{where} [{self.code}]"
 
     def bare(self) -> TectumError:
         """The same error without traceback and cause: those keep the frames they passed through alive, media and all."""

@@ -371,6 +371,8 @@ def test_any_order_of_things_gives_right_rows_or_an_error_and_the_engine_lives(e
     [
         ({}, "give url"),
         ({"url": "http://a", "urls": ["http://b"]}, "give url"),
+        ({"url": "a:30100"}, "url: .* is not the http"),
+        ({"urls": ["http://a", "http://b,http://c"]}, "url: .* is not the http"),
         ({"url": "http://a", "timeout": 3}, "timeout"),
         ({"url": "http://a", "fetch_timeout": 0}, "fetch_timeout"),
     ],

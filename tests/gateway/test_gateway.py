@@ -288,7 +288,9 @@ def test_a_token_is_asked_for_where_one_is_set(server, engine, tmp_path):
             assert engine.seen[-1][2]["authorization"] == "Bearer theirs"
     with pytest.raises(StartupError, match="token-file"):
         GatewaySettings((server.url,), "http://e", host="0.0.0.0")
-    with pytest.raises(StartupError, match="address"):
+    with pytest.raises(
+        StartupError, match=r"^encoders \(one each time\): .* is not the http://host:port of one server"
+    ):
         GatewaySettings(("encoder:1",), "http://e")
 
 

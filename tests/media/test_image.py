@@ -240,6 +240,7 @@ def test_a_jpeg_without_its_last_128_bytes_is_refused():
     assert decode_image(data, POLICY).size == (64, 64)
     error = refusal(data[:-128], "media_decode_failed", 400)
     assert error.at_item(3).to_problem("r")["item"] == 3
+    assert str(error) == f"{error.message} (item 3) [media_decode_failed]", "as Python's caller of a batch reads it"
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF", "BMP", "GIF", AVIF])

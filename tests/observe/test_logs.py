@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 import re
 
 import httpx2
 import pytest
+from rich.console import Console
+from rich.progress import Progress, TextColumn
 
 from tectum.demo.encoder_process import EncoderProcess
 from tectum.errors import BadRequestError, UnavailableError
@@ -83,13 +86,30 @@ def test_nothing_is_written_below_the_level(lines):
     assert written() == []
 
 
+def test_a_line_while_a_bar_is_drawn_stands_on_a_line_of_its_own(lines):
+    written = lines("text")
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=60)
+    with Progress(TextColumn("{task.description}"), console=console, auto_refresh=False) as bar:
+        bar.add_task("reading weights")
+        bar.refresh()
+        with logs.above_the_bar():
+            logging.getLogger("tectum.workers").info("lane 0 is up")
+    logging.getLogger("tectum.workers").info("afterwards")
+    assert [line.split(" ", 2)[2] for line in written()] == ["INFO tectum.workers afterwards"]
+    drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()).replace("\r", "\n").splitlines()
+    assert re.fullmatch(r"[-0-9]+ [:,0-9]+ INFO tectum.workers lane 0 is up *", next(x for x in drawn if "lane" in x))
+
+
 def test_a_server_logs_json_with_the_callers_id(tiny):
     with EncoderProcess(tiny, "--forward-threads", "1", "--log-format", "json") as server:
         form = {"request": '{"items":[{"type":"image","file":"f"}],"req_id":"mine"}'}
         answer = httpx2.post(f"{server.url}/v1/encode", data=form, files={"f": jpeg()})
         assert answer.status_code == 200
         server.stop()
-        written = [json.loads(line) for line in server.lines if line.startswith("{")]
+        written = [json.loads(line) for line in server.lines]  # a collector that expects JSON gets nothing else
+    said = [line["message"].split(" ")[0] for line in written if line["logger"] == "tectum.server"]
+    assert said == ["loading", "loaded", "ready", "draining:", "drained"]
     (line,) = (line for line in written if line["message"] == "request ended")
     assert (line["req_id"], line["status"], line["rows"]) == ("mine", "ok", 64)
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
+from tectum.engines.address import server_url
 from tectum.errors import StartupError
 
 
@@ -93,10 +94,10 @@ class Links:
 
     def __init__(self, url: str) -> None:
         """Raises StartupError `invalid_settings` for anything but http://HOST[:PORT]."""
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
+        parts = urlsplit(server_url(url, "url"))
+        if parts.scheme != "http":
             raise StartupError("invalid_settings", "url: the load speaks no TLS and goes to http:// addresses only")
-        self.host = parts.hostname
+        self.host = parts.hostname or ""
         self.port = parts.port or 80
         self._idle: list[Link] = []
 

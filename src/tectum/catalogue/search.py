@@ -29,6 +29,12 @@ _CODE = re.compile(r"(?<![\w])(?:" + "|".join(sorted(CODES, key=len, reverse=Tru
 #: what stands before or around a code when it is meant as one: `code=x`, `"code": "x"`, `[x]`, `/errors/x`
 _MARKED = re.compile(r"(?:code\W{1,4}|\[|/errors/)(?P<code>[a-z_]+)\b")
 _WORD = re.compile(r"[a-z0-9_]{3,}")
+#: a code of several words as people and other programs write it: "CUDA out of memory"
+_TITLE = re.compile(
+    r"\b(?:"
+    + "|".join(sorted((code.replace("_", " ") for code in CODES if "_" in code), key=len, reverse=True))
+    + r")\b"
+)
 
 # how sure a find is; the letters of a message that matched (at most 200) lie between
 _IS_MARKED, _IS_NAMED, _IS_A_WORD = 1000, 400, 5
@@ -60,6 +66,9 @@ def _by_code(text: str) -> dict[str, float]:
     for match in _MARKED.finditer(text):
         if match["code"] in scores:
             scores[match["code"]] = _IS_MARKED
+    for title in _TITLE.findall(text.lower()):
+        code = title.replace(" ", "_")
+        scores[code] = scores[code] or _IS_A_WORD
     if text in CODES:
         scores[text] = _IS_MARKED
     return scores

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Self
 
 from tectum.errors import UnavailableError
+
+#: in a line for people, or in a JSON one
+_READY = re.compile(r"\bready on (?P<url>https?://[^\s\"]+)")
 
 
 class ServerProcess:
@@ -32,7 +36,8 @@ class ServerProcess:
         self._process = subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True, env=environment)
         self.pid = self._process.pid
         self._printed: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         try:
             self.url = self._wait_until_ready()
         except BaseException:
@@ -47,7 +52,9 @@ class ServerProcess:
         """SIGTERM, and SIGKILL when it does not end by then; returns its exit code."""
         self._process.terminate()
         try:
-            return self._process.wait(patience)
+            code = self._process.wait(patience)
+            self._reader.join(2.0)  # what it said last is in `lines`, unless a child that lives on holds the pipe
+            return code
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
@@ -73,8 +80,8 @@ class ServerProcess:
             if line is None:
                 last = self.lines[-1] if self.lines else "it printed nothing"
                 raise UnavailableError("server_unreachable", f"The server ended while starting: {last}")
-            if line.startswith("ready on "):
-                return line.removeprefix("ready on ").strip()
+            if ready := _READY.search(line):
+                return ready["url"]
 
 
 class EncoderProcess(ServerProcess):

@@ -16,6 +16,7 @@ from urllib.parse import quote
 import httpx2
 
 from tectum.delivery import wire
+from tectum.engines.address import server_url
 from tectum.engines.tls import HUNG_UP, Cert, Verify, client_context, handshake_failure
 from tectum.errors import BadRequestError, TectumError, UnavailableError
 from tectum.items import MediaLike, as_media_items
@@ -116,7 +117,7 @@ class Client:
     url: `http://host:port` or `https://host:port`. token: the server's bearer token. timeout: seconds for one call.
     verify: whose certificates are believed: the system's authorities (True), those of a PEM file, nobody's (False: all are
     taken), or as an ssl.SSLContext says. cert: PEM files of our own certificate and its key, for mutual TLS.
-    Raises StartupError `invalid_settings` for files that cannot be used. Every method raises the server's own error (a
+    Raises StartupError `invalid_settings` for a URL or files that cannot be used. Every method raises the server's own error (a
     TectumError with code and status), or UnavailableError `server_unreachable`.
     """
 
@@ -129,7 +130,7 @@ class Client:
         verify: Verify = True,
         cert: Cert | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = server_url(url, "url")
         self._http = httpx2.Client(**_options(self.url, token, timeout, verify, cert))
 
     def encode(
@@ -219,7 +220,7 @@ class AsyncClient:
         verify: Verify = True,
         cert: Cert | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = server_url(url, "url")
         self._http = httpx2.AsyncClient(**_options(self.url, token, timeout, verify, cert))
 
     async def encode(

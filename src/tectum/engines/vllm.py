@@ -35,6 +35,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorWorkerMetadata,
 )
 
+from tectum.engines.address import server_url
 from tectum.engines.fetcher import Encoders, Shape, Source, Want
 from tectum.engines.row_store import RowStore
 from tectum.engines.tls import bearer_token, client_context
@@ -85,7 +86,8 @@ class ConnectorSettings(BaseModel):
 
     @property
     def encoders(self) -> tuple[str, ...]:
-        return tuple(url.rstrip("/") for url in (self.urls or (self.url or "",)))
+        """Their addresses. Raises StartupError `invalid_settings` for one that is no server's."""
+        return tuple(server_url(url, "url") for url in (self.urls or (self.url or "",)))
 
     def asked(self) -> Encoders:
         """Who is asked for rows, and how. Raises StartupError `invalid_settings` for files that cannot be used."""

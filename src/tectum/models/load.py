@@ -222,6 +222,14 @@ def model_name(model: str) -> str:
 # --- finding the files ---
 
 
+#: why the hub gives out nothing, by the name of its exception
+_HUB_SAYS = {
+    "LocalEntryNotFoundError": "it is not in the cache, and the hub is not reached",
+    "RepositoryNotFoundError": "it has no such model, or a private one",
+    "GatedRepoError": "accept its licence there and set HF_TOKEN",
+}
+
+
 def locate(model: str, tell: Progress) -> Path:
     """The folder that holds `model`; from the hub only configs and the shards with encoder weights are fetched."""
     path = Path(model)
@@ -244,7 +252,8 @@ def _from_hub(model: str, tell: Progress) -> Path:
             tell(f"fetching {name}", number / len(names))
             hub.hf_hub_download(model, name)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        text = f"Model {model} is neither a folder here nor to be had from the hub ({type(error).__name__})"
+        why = _HUB_SAYS.get(type(error).__name__, type(error).__name__)
+        text = f"Model {model} is neither a folder here nor to be had from the hub ({why})"
         raise StartupError("model_not_found", text) from None
     return folder
 

@@ -5,10 +5,12 @@ Facts go beside the message, in `extra={"facts": {…}}`, so that both forms are
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
 import traceback
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,20 @@ def configure(level: str, form: str = "text") -> None:
     logging.getLogger("tectum").setLevel(level.upper())
     # what Pillow finds wrong with an input is its caller's, who is told
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
+
+
+@contextlib.contextmanager
+def above_the_bar() -> Iterator[None]:
+    """Inside, lines go to `sys.stderr` as it is now: who draws a bar on a terminal stands in for it, and keeps them apart."""
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
+    before = [(handler, handler.stream) for handler in handlers]
+    for handler in handlers:
+        handler.setStream(sys.stderr)
+    try:
+        yield
+    finally:
+        for handler, stream in before:
+            handler.setStream(stream)
 
 
 class Scrubbed(logging.Formatter):

@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from tectum.config import Settings, is_loopback
+from tectum.engines.address import server_url
 from tectum.errors import BadRequestError, StartupError, UnavailableError
 from tectum.serving import problems
 from tectum.serving.connection import ConnectionLimits
@@ -52,10 +53,8 @@ _SCHEMES = frozenset({"http", "https", "grpc"})
 
 def bootstrap_urls(settings: Settings) -> list[str]:
     """The servers to register at. Raises StartupError `invalid_settings` for one that is no http(s) URL."""
-    urls = [url.strip().rstrip("/") for url in settings.encoder_register_urls.split(",") if url.strip()]
-    for url in urls:
-        if not url.startswith(("http://", "https://")):
-            raise StartupError("invalid_settings", f"encoder_register_urls: {url[:80]} is no http or https URL")
+    given = [url.strip() for url in settings.encoder_register_urls.split(",")]
+    urls = [server_url(url, "encoder_register_urls (with commas between)") for url in given if url]
     if urls and settings.advertise_url is None and settings.host.strip("[]") in ("0.0.0.0", "::"):  # noqa: S104
         text = f"advertise_url: give the URL at which others reach this encoder; {settings.host} is every address"
         raise StartupError("invalid_settings", text)

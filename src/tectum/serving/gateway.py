@@ -28,6 +28,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tectum.config import Settings, is_loopback
+from tectum.engines.address import server_url
 from tectum.engines.tls import HUNG_UP, client_context, handshake_failure, papers
 from tectum.errors import InternalError, StartupError, TectumError, UnavailableError
 from tectum.observe import logs
@@ -82,11 +83,9 @@ class GatewaySettings:
     def __post_init__(self) -> None:
         if not self.encoders:
             raise StartupError("invalid_settings", "encoders: give at least one")
-        for url in (*self.encoders, self.engine):
-            if not url.startswith(("http://", "https://")):
-                raise StartupError(
-                    "invalid_settings", f"{url[:80]}: an address is http://host:port or https://host:port"
-                )
+        for url in self.encoders:
+            server_url(url, "encoders (one each time)")
+        server_url(self.engine, "engine")
         if not is_loopback(self.host) and self.token_file is None:
             text = f"host {self.host} is reachable from outside: give --token-file, or listen on 127.0.0.1"
             raise StartupError("invalid_settings", text)

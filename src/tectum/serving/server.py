@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -70,7 +71,14 @@ def serve(model: str, settings: Settings, console: Console | None = None) -> int
         bootstrap_urls(settings)
         if settings.grpc_port is not None:
             _import_grpc_door()
-        return uvloop.run(_serve(model, settings, sending, listener, tls, console))
+        return uvloop.run(_serve(model, settings, sending, listener, tls, console, _voice(settings, console)))
+
+
+def _voice(settings: Settings, console: Console) -> Callable[[str], None]:
+    """How the server says where it is in its own life: to people, or, where logs are JSON, as a log line like any other."""
+    if settings.log_format == "json":
+        return log.info
+    return functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
 
 
 def _allow_files(connections: int) -> None:
@@ -110,6 +118,7 @@ async def _serve(
     listener: socket.socket,
     tls: ssl.SSLContext | None,
     console: Console,
+    say: Callable[[str], None],
 ) -> int:
     prometheus_client.disable_created_metrics()  # this process is ours: a second series beside each counter helps nobody
     metrics = Metrics()
@@ -120,10 +129,12 @@ async def _serve(
             tracing = trace.Tracing(trace.exporting(settings.trace_endpoint, tectum.__version__))
             open_.callback(tracing.close)
             observers.append(tracing)
+        if not console.is_terminal:  # which has a bar
+            say(f"loading the encoder of {model}")
         with _loading(model, settings, console) as tell:
             pool = WorkerPool(model, settings, tell)
             stages = await open_.enter_async_context(Stages(pool, settings, sending))
-        _say_loaded(pool, console)
+        say(_loaded(pool))
         recent = Recent(masked=settings.token_file is not None) if settings.dashboard else None
         if recent is not None:
             observers.append(recent)
@@ -139,9 +150,7 @@ async def _serve(
         app = create_app(pipeline, pool, settings, metrics, doors, health, recent, budget)
         if settings.grpc_port is not None:
             grpc_port = await open_.enter_async_context(_import_grpc_door()(doors, health, settings, budget))
-            console.print(
-                f"grpc on {bracketed(settings.host.strip('[]'))}:{grpc_port}", highlight=False, soft_wrap=True
-            )
+            say(f"grpc on {bracketed(settings.host.strip('[]'))}:{grpc_port}")
         server = _Server(_configured(app, settings, metrics, tls), settings.head_timeout)
         stop = _stop_on_signals()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -150,10 +159,10 @@ async def _serve(
         url = f"{'http' if tls is None else 'https'}://{bracketed(host)}:{port}"
         gc.collect()
         gc.freeze()  # what is there stays: a collection that walks it would hold every caller up for 30 ms
-        console.print(f"ready on {url}", highlight=False, soft_wrap=True)
+        say(f"ready on {url}")
         async with announced(bootstrap_urls(settings), settings.advertise_url or url, health, settings):
             await asyncio.wait([asyncio.ensure_future(stop.wait()), serving], return_when=asyncio.FIRST_COMPLETED)
-        finished = await _drain(pipeline, settings, console)
+        finished = await _drain(pipeline, settings, say)
         server.stop.set()
         await serving
     if not finished:
@@ -173,11 +182,11 @@ def _import_grpc_door() -> Callable[..., AbstractAsyncContextManager[int]]:
     return grpc_door
 
 
-async def _drain(pipeline: Pipeline, settings: Settings, console: Console) -> bool:
+async def _drain(pipeline: Pipeline, settings: Settings, say: Callable[[str], None]) -> bool:
     live = len(pipeline.ledger)
-    console.print(f"draining: finishing {live} request(s), at most {settings.drain_timeout:g} s", highlight=False)
+    say(f"draining: finishing {live} request(s), at most {settings.drain_timeout:g} s")
     finished = await pipeline.drain(settings.drain_timeout)
-    console.print("drained" if finished else "stopped with requests unfinished", highlight=False)
+    say("drained" if finished else "stopped with requests unfinished")
     return finished
 
 
@@ -238,10 +247,13 @@ def _loading(model: str, settings: Settings, console: Console) -> Iterator[Calla
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks = [bar.add_task(f"{number}: starting {model}", total=1.0) for number in range(settings.lanes)]
-        yield lambda lane, what, fraction: bar.update(tasks[lane], description=f"{lane}: {what}", completed=fraction)
+        with logs.above_the_bar():
+            yield lambda lane, what, fraction: bar.update(
+                tasks[lane], description=f"{lane}: {what}", completed=fraction
+            )
 
 
-def _say_loaded(pool: WorkerPool, console: Console) -> None:
+def _loaded(pool: WorkerPool) -> str:
     card, many = pool.card, f" in {pool.up} processes" if pool.up > 1 else ""
     size = f"{card['encoder_bytes'] / 1e6:.1f} MB of {card['dtype']} on {card['device']}{many}"
-    console.print(f"loaded {card['family']} encoder: {size}", highlight=False)
+    return f"loaded {card['family']} encoder: {size}"
