@@ -56,7 +56,7 @@ def check_error(error: TectumError) -> None:
 @target
 def data_uri(data: bytes) -> None:
     url = "data:" + data.decode("utf-8", "surrogateescape")
-    read = item_bytes(MediaItem(Modality.IMAGE, url=url), POLICY, None)
+    read = item_bytes(MediaItem(Modality.IMAGE, url=url), POLICY)
     assert 0 < len(read) <= POLICY.max_media_bytes
 
 
@@ -91,7 +91,7 @@ def url(data: bytes) -> None:
 @target
 def file_url(data: bytes) -> None:
     """Nothing is read where no folder is allowed."""
-    item_bytes(MediaItem(Modality.IMAGE, url="file:" + data.decode("utf-8", "surrogateescape")), POLICY, None)
+    item_bytes(MediaItem(Modality.IMAGE, url="file:" + data.decode("utf-8", "surrogateescape")), POLICY)
     raise AssertionError("a file was read")
 
 

@@ -11,6 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tectum import doctor
+from tectum.config import Settings
+from tectum.lifecycle.ledger import Limits
+from tectum.media.policy import MediaPolicy
+from tectum.models.registry import FAMILIES
+from tectum.pipeline.limits import lifecycle_limits
+
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
@@ -55,10 +62,26 @@ def test_nothing_is_unpickled_or_evaluated():
                 assert keywords.get("trust_remote_code") in (None, "False"), path
 
 
+def names_of(requirements) -> set[str]:
+    return {re.split(r"[<>=!;\[ ]", requirement)[0] for requirement in requirements}
+
+
+def test_the_doctor_looks_at_every_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert names_of(project["dependencies"]) == set(doctor.BASE)
+    assert names_of(project["optional-dependencies"]["serve"]) == set(doctor.SERVE)
+
+
+def test_defaults_that_stand_in_two_places_agree():
+    """`Limits` and `MediaPolicy` have defaults of their own, so that their rooms stand alone."""
+    assert lifecycle_limits(Settings()) == Limits()
+    assert MediaPolicy.from_settings(Settings()) == MediaPolicy()
+
+
 def test_every_dependency_is_explained_and_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = project["dependencies"] + [d for extra in project["optional-dependencies"].values() for d in extra]
-    names = {re.split(r"[<>=!;\[ ]", requirement)[0] for requirement in wanted}
+    names = names_of(wanted)
     explained = set(re.findall(r"^\| `([\w-]+)` \|", (ROOT / "docs" / "dependencies.md").read_text(), re.MULTILINE))
     pinned = {
         line.split("==")[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -82,6 +105,11 @@ def test_imports_keep_their_direction():
 def test_every_folder_of_the_house_is_on_the_map():
     text = (ROOT / "docs" / "architecture.md").read_text()
     for folder in sorted(p.name for p in (ROOT / "src" / "tectum").iterdir() if p.is_dir() and p.name != "__pycache__"):
-        assert f"`{folder}/`" in text, f"docs/architecture.md does not mention {folder}/"
+        rows = [line for line in text.splitlines() if line.startswith(f"| `{folder}/` |")]
+        assert len(rows) == 1, f"docs/architecture.md does not mention {folder}/"
+        families = {module for module, _ in FAMILIES.values()} if folder == "models" else set()
+        modules = {path.stem for path in (ROOT / "src" / "tectum" / folder).glob("[!_]*.py")} - families
+        absent = [name for name in sorted(modules) if f"`{name}`" not in rows[0]]
+        assert not absent, f"docs/architecture.md does not say what these of {folder}/ own: {absent}"
     for target in set(re.findall(r"make ([a-z-]+)", (ROOT / "README.md").read_text())):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target

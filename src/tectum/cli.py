@@ -21,7 +21,7 @@ from tectum.errors import StartupError, TectumError
 from tectum.types import Embedding, Modality
 
 app = typer.Typer(
-    help="The encoder plane for multimodal serving: vision encoders as a service of their own.",
+    help="The encoder plane for multimodal serving: vision and audio encoders as a service of their own.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -194,10 +194,15 @@ def encode(
     if not out.parent.is_dir():  # said before the work, not after it
         raise StartupError("invalid_settings", f"out: there is no folder {out.parent}")
     if url is not None:
-        from tectum.engines.tls import papers
+        from tectum.engines.tls import bearer_token, papers
 
         verify, cert = papers(ca_file, cert_file, key_file)
-        options_there = {"token": _token(token_file), "timeout": timeout, "verify": verify, "cert": cert}
+        options_there = {
+            "token": bearer_token(token_file),
+            "timeout": timeout,
+            "verify": verify,
+            "cert": cert,
+        }
         embedding = _encode_there(url, files, asked, **options_there)
     else:
         _needs_serve("tectum.models.load", "load_adapter")  # an Encoder imports it when it is made
@@ -237,13 +242,6 @@ def _write(embedding: Embedding, out: Path) -> None:
         raise StartupError("invalid_settings", f"out: {out}: {error.strerror}") from None
 
 
-def _token(file: Path | None) -> str | None:
-    try:
-        return None if file is None else file.read_text().splitlines()[0].strip()
-    except (OSError, UnicodeDecodeError, IndexError):
-        raise StartupError("invalid_settings", f"token_file: {file} cannot be read or is empty") from None
-
-
 @app.command()
 def bench(
     url: Annotated[str, typer.Argument(help="A running server, such as http://127.0.0.1:30100.")],
@@ -278,6 +276,7 @@ def bench(
     """
     from tectum.bench import plan, report, run
     from tectum.bench.protocols import PROTOCOLS
+    from tectum.engines.tls import bearer_token
 
     if protocol not in PROTOCOLS:
         raise StartupError("invalid_settings", f"protocol: {protocol[:40]!r} is none of {', '.join(PROTOCOLS)}")
@@ -293,7 +292,7 @@ def bench(
         cancel_within=cancel_within,
         protocol=protocol,
         timeout=timeout,
-        token=_token(token_file),
+        token=bearer_token(token_file),
         seed=seed,
     )
     with report.progress(Console(stderr=True), seconds) as tell:
@@ -397,7 +396,3 @@ def main() -> None:
         more = "" if "explain" in sys.argv[1:2] else f"\n[dim]what to do: tectum explain {error.code}[/]"
         Console(stderr=True).print(f"[bold red]error[/] {text}{more}", highlight=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, StartupError) else 1)
-
-
-if __name__ == "__main__":
-    main()

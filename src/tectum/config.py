@@ -30,6 +30,11 @@ _LINK = re.compile(
 
 
 class Settings(BaseSettings):
+    """What the service is run with. `Settings.load` reads flags, environment and file; each field below says what it is.
+
+    Raises pydantic's ValidationError where a value is out of its bounds or two do not go together; `load` raises StartupError.
+    """
+
     model_config = SettingsConfigDict(env_prefix="TECTUM_", frozen=True, extra="forbid")
 
     # the door

@@ -14,9 +14,12 @@ from rich.table import Table
 import tectum
 from tectum.errors import TectumError
 
-#: what the base install brings, and what `tectum[serve]` adds
-BASE = ("httpx2", "numpy", "pydantic", "safetensors", "typer")
-SERVE = ("torch", "torchvision", "transformers", "fastapi", "uvicorn", "pillow", "filetype", "av", "soundfile")
+#: what the base install brings, and what `tectum[serve]` adds; a test holds both equal to pyproject.toml
+BASE = ("httpx2", "numpy", "pydantic", "pydantic-settings", "rich", "typer", "xxhash")
+SERVE = (
+    *("torch", "torchvision", "transformers", "safetensors", "pillow", "filetype", "av", "soundfile"),
+    *("fastapi", "httptools", "msgspec", "multipart", "prometheus-client", "uvicorn", "uvloop"),
+)
 
 
 def examine(model: str | None, as_json: bool) -> int:

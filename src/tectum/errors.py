@@ -7,6 +7,7 @@ means to a person stands in the catalogue (`tectum explain CODE`).
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -171,6 +172,20 @@ class TectumError(Exception):
         if isinstance(problem.get("status"), int):
             error.status = problem["status"]  # a newer server may know codes that we do not
         return error
+
+    @staticmethod
+    def from_answer(status: int, body: bytes, retry_after: str, who: str = "The server") -> TectumError:
+        """The error in a server's HTTP answer: its problem details, or `internal` where it gives none.
+
+        retry_after: the answer's header of that name, or empty. who: the server, as the text of the latter calls it.
+        """
+        try:
+            problem = json.loads(body)
+        except (ValueError, RecursionError):
+            problem = None
+        if isinstance(problem, dict) and "code" in problem:
+            return TectumError.from_problem(problem, float(retry_after) if retry_after.isdecimal() else None)
+        return InternalError("internal", f"{who} answered with status {status} and no reason")
 
 
 class MMError(TectumError):

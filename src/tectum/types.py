@@ -41,11 +41,14 @@ class MediaItem:
         if sum(source is not None for source in (self.url, self.data, self.base64)) != 1:
             raise ValueError("a media item needs exactly one of url, data or base64")
 
+    @property
+    def remote(self) -> bool:
+        """Whether it lies behind an `http:` or `https:` URL, and has to be fetched."""
+        return self.url is not None and self.url[:8].lower().startswith(("http:", "https:"))
+
     def without_media(self) -> MediaItem:
         """The same item without its bytes; where they lay is kept."""
-        if self.url is not None and self.url[:8].lower().startswith(("http:", "https:")):
-            return self
-        return MediaItem(self.modality, data=b"")
+        return self if self.remote else MediaItem(self.modality, data=b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ class ItemMetadata:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
+        """The item as receivers are told of it: all but its modality and its cost, its facts beside the rest."""
         return {
             "rows": self.rows,
             "grid_thw": None if self.grid_thw is None else list(self.grid_thw),
@@ -223,18 +227,22 @@ class RequestMetadata:
 
     @property
     def item_rows(self) -> tuple[int, ...]:
+        """Rows of each item, in order."""
         return tuple(item.rows for item in self.items)
 
     @property
     def rows(self) -> int:
+        """Rows of all items together."""
         return sum(item.rows for item in self.items)
 
     @property
     def patches(self) -> int:
+        """Cost of the forward: input patches of all items together."""
         return sum(item.patches for item in self.items)
 
     @property
     def grid_thw(self) -> tuple[Grid, ...]:
+        """The grid of each item that has one."""
         return tuple(item.grid_thw for item in self.items if item.grid_thw is not None)
 
     @property
@@ -243,6 +251,7 @@ class RequestMetadata:
         return self.rows * self.width * (1 + self.deepstack_layers) * DTYPE_BYTES[self.dtype]
 
     def to_json(self) -> dict[str, Any]:
+        """What `GET /v1/requests/{id}/metadata` answers."""
         return {
             "req_id": self.req_id,
             "num_parts": self.num_parts,
@@ -290,6 +299,7 @@ class Embedding:
 
     @property
     def width(self) -> int:
+        """Columns of a row."""
         return int(self.rows.shape[1])
 
     def split(self) -> list[Any]:

@@ -40,6 +40,12 @@ def test_what_goes_in_comes_out(dtype, layers):
     assert [len(part) for part in found.split()] == [2, 4]
 
 
+def test_rows_are_a_copy_of_their_own():
+    document = packed()
+    wire.unpack(document).rows.zero_()
+    assert torch.equal(wire.unpack(document).rows, torch.arange(24, dtype=torch.float32).reshape(6, 4))
+
+
 def test_numpy_rows_give_the_same_rows():
     rows = np.arange(24, dtype=np.float32).reshape(6, 4)
     assert torch.equal(wire.unpack(packed(rows=rows)).rows, wire.unpack(packed()).rows)

@@ -247,6 +247,12 @@ def test_an_endless_line_is_hung_up_on(serving, monkeypatch):
     serving(test)
 
 
+@pytest.mark.parametrize("text", [b"", b"[]", b"not JSON", b"[" * 200_000])
+def test_a_line_that_is_no_message_is_refused(text):
+    with pytest.raises(DeliveryError, match="makes no sense"):
+        protocol.parse(text)
+
+
 def test_a_grant_that_does_not_hold_together_is_refused():
     good = {"req_id": "r", "offset": 8, "nbytes": 48, "generation": 1, "dtype": "float32", "width": 2, "layers": 1}
     good |= {"item_rows": [1, 2], "grid_thw": []}

@@ -7,7 +7,7 @@ import torch
 
 from tectum.delivery.sglang_frames import embedding_message, error_message, names_of
 from tectum.demo.encoder_process import EncoderProcess
-from tectum.engines.receiver import MooncakeReceiver, Part, fields_of
+from tectum.engines.receiver import MooncakeReceiver, Part, element_type, fields_of
 from tectum.errors import BadRequestError, DeliveryError, LifecycleError, TectumError
 from tectum.types import ItemMetadata, Modality, RequestMetadata
 from tests import zoo
@@ -50,6 +50,13 @@ class TestFields:
         bomb = b"\x80\x02cos\nmkdir\nX" + len(str(target)).to_bytes(4, "little") + str(target).encode() + b"\x85R."
         fields_of(bomb)
         assert not target.exists()
+
+
+def test_parts_are_of_one_known_type():
+    assert element_type({"bfloat16"}) == "bfloat16"
+    for named in ({"float32", "float16"}, {"None"}, set()):
+        with pytest.raises(DeliveryError, match="not of one known type"):
+            element_type(named)
 
 
 @pytest.fixture(scope="module")

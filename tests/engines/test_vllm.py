@@ -389,12 +389,20 @@ def test_wrong_settings_stop_the_start_and_say_why(extra, told):
 
 
 def test_the_encoders_token_is_sent(encoder, tmp_path):
-    (tmp_path / "token").write_text("s3cret\nrest\n")
+    (tmp_path / "token").write_text("s3cret tenant\nrest\n")  # as a server's own file may have it
     engine = Engine.start(config(WIDTH, url=encoder.url, token_file=str(tmp_path / "token")))
     engine.add(Request("a", item(encoder, "k", 6)))
     settle(engine)
     assert "Authorization: Bearer s3cret\r\n" in encoder.heads[-1]
     at_rest(engine)
+
+
+def test_a_token_file_that_cannot_be_used_stops_the_engine(encoder, tmp_path):
+    (tmp_path / "empty").write_text("\n\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name in ("empty", "binary", "missing"):
+        with pytest.raises(StartupError, match=r"token_file: .* cannot be read or is empty"):
+            Engine.start(config(WIDTH, url=encoder.url, token_file=str(tmp_path / name)))
 
 
 def test_a_fetching_process_that_dies_is_replaced_and_its_requests_fail_alone(encoder):

@@ -336,6 +336,12 @@ def test_a_token_is_asked_for_where_one_is_set(server, engine, tmp_path):
         GatewaySettings(("encoder:1",), "http://e")
 
 
+def test_an_environment_that_is_wrong_is_said_at_the_start(monkeypatch):
+    monkeypatch.setenv("TECTUM_REPLICAS", "2")
+    with pytest.raises(StartupError, match="replicas"):
+        create_app(GatewaySettings(("http://e",), "http://e"))
+
+
 def test_bodies_are_taken_apart_without_decoding_their_large_strings():
     """The very characters of the URL go on, escapes and all."""
     body = rb'{"messages":[{"content":[{"type":"image_url","image_url":"data:\u0041\/\u00e9"}]},{"content":"\u00e9"}],"k":1.50}'

@@ -56,7 +56,7 @@ def test_orientation_is_applied_even_beside_damaged_metadata(orientation, red_at
 def test_a_malformed_file_url_is_refused(tmp_path):
     policy = MediaPolicy(allowed_media_dir=tmp_path)
     with pytest.raises(BadRequestError) as caught:
-        item_bytes(MediaItem(Modality.IMAGE, url="file://[x/"), policy, None)
+        item_bytes(MediaItem(Modality.IMAGE, url="file://[x/"), policy)
     assert caught.value.code == "url_refused"
 
 

@@ -1,7 +1,7 @@
 """An embedding's document (`wire.py`), read where it lies: its arrays are views of the receiver's own buffer, not copies.
 
-For receivers that keep rows in memory of their own choosing: pinned, shared, pre-faulted. Whatever the document claims
-is checked before a view of it is given out. Imports neither torch nor numpy until rows are looked at.
+The only reader of the format. Receivers keep rows in memory of their own choosing: pinned, shared, pre-faulted. Whatever
+the document claims is checked before a view of it is given out. Imports neither torch nor numpy until rows are looked at.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tectum.delivery.wire import TENSORS, VERSION, Raw, Sum
+from tectum.delivery.wire import NAMES, TENSORS, VERSION, Raw, Sum
 from tectum.errors import DeliveryError
 from tectum.types import DTYPE_BYTES, Embedding, Grid
 
 #: longest header (bytes) that is parsed; ours have a few hundred, and 24 more for each item
 MAX_HEADER = 1024 * 1024
-_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "U8": "uint8"}
 _ITEM_BYTES = {**DTYPE_BYTES, "int64": 8, "uint8": 1}
 
 
@@ -71,51 +70,49 @@ def read(buffer: memoryview, checksum: Sum | None = None) -> Document:
     """
     tensors, metadata = _parse(buffer)
     if metadata.get("tectum") != VERSION:
-        raise _invalid(f"The document is not in Tectum's format {VERSION}")
+        raise DeliveryError("invalid_rows", f"The document is not in Tectum's format {VERSION}")
     if not (checksum or Sum(len(buffer))).holds(buffer):
-        raise _invalid("The checksum of the rows does not match: they were damaged on the way")
+        raise DeliveryError("invalid_rows", "The checksum of the rows does not match: they were damaged on the way")
     item_rows = tuple(_integers(tensors, "item_rows", 1))
     flat = _integers(tensors, "grid_thw", 2) if "grid_thw" in tensors else []
     grid_thw = tuple((flat[i], flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3))
     dtype = str(metadata.get("dtype"))
     arrays = _arrays(tensors, dtype)
     if grid_thw and len(grid_thw) != len(item_rows):
-        raise _invalid(f"{len(item_rows)} items, but {len(grid_thw)} grids")
+        raise DeliveryError("invalid_rows", f"{len(item_rows)} items, but {len(grid_thw)} grids")
     if sum(item_rows) != arrays[0].shape[0]:
-        raise _invalid(f"item_rows sum to {sum(item_rows)}, but there are {arrays[0].shape[0]} rows")
+        raise DeliveryError(
+            "invalid_rows", f"item_rows sum to {sum(item_rows)}, but there are {arrays[0].shape[0]} rows"
+        )
     raws = tuple(Raw((array.shape[0], array.shape[1]), array.data) for array in arrays)
     starts = tuple(array.start for array in arrays)
     items = _items(tensors, len(item_rows))
     return Document(str(metadata.get("req_id", "")), dtype, item_rows, grid_thw, raws, starts, items)
 
 
-def _invalid(text: str) -> DeliveryError:
-    return DeliveryError("invalid_rows", text)
-
-
 def _parse(buffer: memoryview) -> tuple[dict[str, _Tensor], Mapping[str, Any]]:
     """The tensors by name, and the string metadata. Tensors fill the rest of the buffer, without gap or overlap."""
     length = int.from_bytes(buffer[:8], "little")
     if len(buffer) < 8 or not 2 <= length <= min(MAX_HEADER, len(buffer) - 8):
-        raise _invalid("The document is not readable safetensors")
+        raise DeliveryError("invalid_rows", "The document is not readable safetensors")
     try:
         header = json.loads(bytes(buffer[8 : 8 + length]))
         metadata = header.pop("__metadata__", {})
         tensors = {str(name): _tensor(entry, buffer, 8 + length) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise _invalid("The document is not readable safetensors") from None
+        raise DeliveryError("invalid_rows", "The document is not readable safetensors") from None
     end = 8 + length
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, len(tensor.data))):
         if tensor.start != end:
-            raise _invalid("The tensors of the document overlap or leave gaps")
+            raise DeliveryError("invalid_rows", "The tensors of the document overlap or leave gaps")
         end += len(tensor.data)
     if end != len(buffer) or not isinstance(metadata, dict):
-        raise _invalid("The document is longer or shorter than its header says")
+        raise DeliveryError("invalid_rows", "The document is longer or shorter than its header says")
     return tensors, metadata
 
 
 def _tensor(entry: Mapping[str, Any], buffer: memoryview, base: int) -> _Tensor:
-    dtype, shape, (start, end) = _NAMES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    dtype, shape, (start, end) = NAMES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     count = 1
     for size in shape:
         if type(size) is not int or size < 0:
@@ -129,10 +126,10 @@ def _tensor(entry: Mapping[str, Any], buffer: memoryview, base: int) -> _Tensor:
 def _integers(tensors: Mapping[str, _Tensor], name: str, ndim: int) -> list[int]:
     tensor = tensors.get(name)
     if tensor is None or tensor.dtype != "int64" or len(tensor.shape) != ndim:
-        raise _invalid(f"Tensor {name} is missing or not int64 of {ndim} dimensions")
+        raise DeliveryError("invalid_rows", f"Tensor {name} is missing or not int64 of {ndim} dimensions")
     values = [int.from_bytes(tensor.data[at : at + 8], "little", signed=True) for at in range(0, len(tensor.data), 8)]
     if (ndim == 2 and tensor.shape[1] != 3) or any(value < 0 for value in values):
-        raise _invalid(f"Tensor {name} holds values that cannot be")
+        raise DeliveryError("invalid_rows", f"Tensor {name} holds values that cannot be")
     return values
 
 
@@ -145,10 +142,9 @@ def _items(tensors: Mapping[str, _Tensor], count: int) -> tuple[Mapping[str, Any
         found = json.loads(bytes(tensor.data))
     except (ValueError, RecursionError):
         found = None
-    if tensor.dtype != "uint8" or not isinstance(found, list) or len(found) != count:
-        raise _invalid(f"The facts of the {count} items cannot be read")
-    if not all(isinstance(facts, dict) for facts in found):
-        raise _invalid(f"The facts of the {count} items cannot be read")
+    complete = isinstance(found, list) and len(found) == count and all(isinstance(facts, dict) for facts in found)
+    if tensor.dtype != "uint8" or not complete:
+        raise DeliveryError("invalid_rows", f"The facts of the {count} items cannot be read")
     return tuple(found)
 
 
@@ -160,10 +156,16 @@ def _arrays(tensors: Mapping[str, _Tensor], dtype: str) -> list[_Tensor]:
     rows = tensors.get("rows")
     known = {*TENSORS, *(f"deepstack.{number}" for number in range(len(layers)))}
     if rows is None or set(tensors) - known:
-        raise _invalid("The document has no rows, or tensors that are not Tectum's")
+        raise DeliveryError("invalid_rows", "The document has no rows, or tensors that are not Tectum's")
     for array in (rows, *layers):
-        if array.dtype != dtype or len(array.shape) != 2 or array.shape != rows.shape:
-            raise _invalid(f"Rows are {array.dtype} {list(array.shape)[:4]}, not {dtype[:20]} [tokens, width]")
+        if array.dtype != dtype or dtype not in DTYPE_BYTES or len(array.shape) != 2:
+            raise DeliveryError(
+                "invalid_rows", f"Rows are {array.dtype} {list(array.shape)[:4]}, not {dtype[:20]} [tokens, width]"
+            )
+        if array.shape != rows.shape:
+            raise DeliveryError(
+                "invalid_rows", f"A deepstack layer is {list(array.shape)}, the rows are {list(rows.shape)}"
+            )
     return [rows, *layers]
 
 

@@ -40,6 +40,7 @@ def greet(connection: socket.socket, memory: int) -> None:
 
 
 def line(message: Mapping[str, Any]) -> bytes:
+    """A message as it is sent."""
     return json.dumps(message).encode() + b"\n"
 
 
@@ -47,7 +48,7 @@ def parse(text: bytes) -> dict[str, Any]:
     """One line. Raises DeliveryError `invalid_rows` when it is no message."""
     try:
         message = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict):
         raise DeliveryError("invalid_rows", "A message on the local socket makes no sense")

@@ -11,7 +11,7 @@ import struct
 from typing import NamedTuple
 
 from tectum.errors import StartupError, TectumError
-from tectum.types import Modality, RequestMetadata
+from tectum.types import DTYPE_BYTES, Modality, RequestMetadata
 
 
 class Name(NamedTuple):
@@ -28,7 +28,6 @@ class Names(NamedTuple):
     modality: Name
 
 
-_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 _LONG_TENSOR, _FLOAT_TENSOR = Name("torch", "LongTensor"), Name("torch", "FloatTensor")
 #: `Modality` is an enum in SGLang; these are its values
 _MODALITIES = {Modality.IMAGE: 1, Modality.VIDEO: 2, Modality.AUDIO: 3}
@@ -55,7 +54,7 @@ def embedding_message(metadata: RequestMetadata, names: Names) -> bytes:
 
     Its shape is `[rows, width × (1 + deepstack layers)]`: SGLang takes the deepstack layers as further columns.
     """
-    assert metadata.dtype in _DTYPES, "rows are of a float type that torch has by this name"
+    assert metadata.dtype in DTYPE_BYTES, "rows are of a float type that torch has by this name"
     state = {
         **_identity(metadata.req_id, metadata.num_parts, metadata.part_idx, metadata.modality, names),
         "grid_dim": _grid(metadata),

@@ -67,6 +67,7 @@ class StagingPool:
 
     @property
     def leases(self) -> int:
+        """How many are out."""
         return len(self._generations)
 
     def lease(self, nbytes: int, arrays: int = 1) -> Lease:
@@ -106,6 +107,7 @@ class StagingPool:
         return self._generations.get(offset) == generation
 
     def memory(self, offset: int, nbytes: int) -> memoryview:
+        """Writable bytes, whoever holds a lease on them: `Lease.view` is the way that looks."""
         return memoryview(self._map)[offset : offset + nbytes]
 
     def close(self) -> None:

@@ -5,24 +5,26 @@ Tensors `rows` `[tokens, width]`, `item_rows` int64 `[items]`, `grid_thw` int64 
 document: XXH3-64 (canonical form) over all bytes before them, so that a document can be sent while it is being summed. String
 metadata: `tectum` (format version), `req_id` and `dtype`. Nothing is ever unpickled; whatever a document claims is checked.
 
-Imports neither torch nor numpy until rows are packed or unpacked, so that it may live inside an engine.
+Owns how a document is written and summed; `document.py` reads it. Imports neither torch nor numpy until rows are packed, so
+that it may live inside an engine.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from xxhash import xxh3_64
 
-from tectum.errors import DeliveryError
 from tectum.types import Embedding, Grid, RequestMetadata
 
 VERSION = "2"
 #: the tensors that a document may have, beside `deepstack.<k>`
 TENSORS = frozenset({"rows", "item_rows", "grid_thw", "items", "xxh3"})
+#: the element types of its tensors: safetensors' name of each, and ours
+NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "U8": "uint8"}
+_CODES = {name: code for code, name in NAMES.items()}
 #: bytes of the checksum
 SUM_BYTES = 8
 #: the header ends at a multiple of so many bytes
@@ -34,10 +36,6 @@ class Raw(NamedTuple):
 
     shape: tuple[int, int]
     data: memoryview
-
-
-_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_CODES = {name: code for code, name in _NAMES.items()} | {"int64": "I64", "uint8": "U8"}
 
 
 class Unsent(NamedTuple):
@@ -143,36 +141,15 @@ class Sum:
         return self._checksum.digest() == document[-SUM_BYTES:]
 
 
-def unpack(document: bytes) -> Embedding:
-    """The embedding in a document: torch tensors where torch is installed, else numpy arrays.
+def unpack(packed: bytes) -> Embedding:
+    """The embedding in a document, on memory of its own: torch tensors where torch is installed, else numpy arrays.
 
     bfloat16 rows without torch come widened to float32, which is exact. Raises DeliveryError `invalid_rows` when
     anything is not as it should be: format, checksum, names, shapes, types, or sums.
     """
-    from safetensors import SafetensorError, deserialize
+    from tectum.delivery import document  # the reader of what is written here
 
-    try:
-        tensors: dict[str, Mapping[str, Any]] = dict(deserialize(document))
-        metadata = _metadata(document)
-    except (SafetensorError, ValueError, KeyError, TypeError):
-        raise DeliveryError("invalid_rows", "The document is not readable safetensors") from None
-    if metadata.get("tectum") != VERSION:
-        raise DeliveryError("invalid_rows", f"The document is not in Tectum's format {VERSION}")
-    if not Sum(len(document)).holds(memoryview(document)):
-        raise DeliveryError("invalid_rows", "The checksum of the rows does not match: they were damaged on the way")
-    dtype = str(metadata.get("dtype"))
-    item_rows = tuple(_integers(tensors, "item_rows", 1))
-    grid = _integers(tensors, "grid_thw", 2) if "grid_thw" in tensors else []
-    grid_thw = tuple((int(t), int(h), int(w)) for t, h, w in grid)
-    layers = _layers(tensors)
-    if grid_thw and len(grid_thw) != len(item_rows):
-        raise DeliveryError("invalid_rows", f"{len(item_rows)} items, but {len(grid_thw)} grids")
-    items = _items(tensors, len(item_rows))
-    arrays, held = _arrays([tensors["rows"], *layers], dtype)
-    try:
-        return Embedding(arrays[0], item_rows, grid_thw, tuple(arrays[1:]), held, metadata.get("req_id", ""), items)
-    except ValueError as error:
-        raise DeliveryError("invalid_rows", str(error)) from None
+    return document.read(memoryview(bytearray(packed))).embedding()
 
 
 def _raw(array: Any) -> memoryview:
@@ -190,73 +167,3 @@ def _raw(array: Any) -> memoryview:
 
 def _integer_bytes(values: Sequence[int]) -> memoryview:
     return memoryview(b"".join(value.to_bytes(8, "little", signed=True) for value in values))
-
-
-def _metadata(document: bytes) -> dict[str, str]:
-    """The string metadata, which the library's parser leaves out. The document was parsed, so its header is sound."""
-    length = int.from_bytes(document[:8], "little")
-    found = json.loads(document[8 : 8 + length]).get("__metadata__", {})
-    return {str(key): str(value) for key, value in found.items()}
-
-
-def _integers(tensors: Mapping[str, Mapping[str, Any]], name: str, ndim: int) -> list[Any]:
-    import numpy as np
-
-    tensor = tensors.get(name)
-    if tensor is None or tensor["dtype"] != "I64" or len(tensor["shape"]) != ndim:
-        raise DeliveryError("invalid_rows", f"Tensor {name} is missing or not int64 of {ndim} dimensions")
-    values = np.frombuffer(tensor["data"], np.int64).reshape(tensor["shape"])
-    if (ndim == 2 and tensor["shape"][1] != 3) or bool((values < 0).any()):
-        raise DeliveryError("invalid_rows", f"Tensor {name} holds values that cannot be")
-    return list(values.tolist())
-
-
-def _items(tensors: Mapping[str, Mapping[str, Any]], count: int) -> tuple[Mapping[str, Any], ...]:
-    """The facts of each item, where the document has them."""
-    tensor = tensors.get("items")
-    if tensor is None:
-        return ()
-    try:
-        found = json.loads(bytes(tensor["data"]))
-    except ValueError:
-        found = None
-    if tensor["dtype"] != "U8" or not isinstance(found, list) or len(found) != count:
-        raise DeliveryError("invalid_rows", f"The facts of the {count} items cannot be read")
-    if not all(isinstance(facts, dict) for facts in found):
-        raise DeliveryError("invalid_rows", f"The facts of the {count} items cannot be read")
-    return tuple(found)
-
-
-def _layers(tensors: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The deepstack tensors in order; no other tensor may be there."""
-    layers: list[Mapping[str, Any]] = []
-    while (layer := tensors.get(f"deepstack.{len(layers)}")) is not None:
-        layers.append(layer)
-    known = {*TENSORS, *(f"deepstack.{number}" for number in range(len(layers)))}
-    if "rows" not in tensors or set(tensors) - known:
-        raise DeliveryError("invalid_rows", "The document has no rows, or tensors that are not Tectum's")
-    return layers
-
-
-def _arrays(tensors: Sequence[Mapping[str, Any]], dtype: str) -> tuple[list[Any], str]:
-    """The float tensors as arrays, and the type they are held in."""
-    for tensor in tensors:
-        if _NAMES.get(tensor["dtype"]) != dtype or len(tensor["shape"]) != 2:
-            text = f"Rows are {tensor['dtype']} {tensor['shape']}, not {dtype[:20]} [tokens, width]"
-            raise DeliveryError("invalid_rows", text)
-    if find_spec("torch") is not None:
-        return [_torch_array(tensor, dtype) for tensor in tensors], dtype
-    import numpy as np
-
-    if dtype != "bfloat16":
-        return [np.frombuffer(tensor["data"], dtype).reshape(tensor["shape"]) for tensor in tensors], dtype
-    wide = [(np.frombuffer(tensor["data"], np.uint16).astype(np.uint32) << 16).view(np.float32) for tensor in tensors]
-    return [array.reshape(tensor["shape"]) for array, tensor in zip(wide, tensors, strict=True)], "float32"
-
-
-def _torch_array(tensor: Mapping[str, Any], dtype: str) -> Any:
-    import torch
-
-    if not len(tensor["data"]):
-        return torch.empty(tensor["shape"], dtype=getattr(torch, dtype))
-    return torch.frombuffer(bytearray(tensor["data"]), dtype=getattr(torch, dtype)).view(tensor["shape"])

@@ -64,7 +64,7 @@ class ServerProcess:
         return self._process.wait(seconds)
 
     def _read(self) -> None:
-        assert self._process.stderr is not None
+        assert self._process.stderr is not None, "its error output is a pipe"
         for line in self._process.stderr:
             self.lines.append(line.rstrip())
             self._printed.put(line)

@@ -11,13 +11,14 @@ import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import quote
 
 import httpx2
 
 from tectum.delivery import wire
 from tectum.engines.address import server_url
 from tectum.engines.tls import HUNG_UP, Cert, Verify, client_context, handshake_failure
-from tectum.errors import BadRequestError, InternalError, TectumError, UnavailableError
+from tectum.errors import BadRequestError, TectumError, UnavailableError
 from tectum.items import MediaLike, as_media_items
 from tectum.types import Embedding, MediaItem, Modality
 
@@ -79,15 +80,7 @@ def _checked(response: httpx2.Response) -> httpx2.Response:
     """The response, or the error it carries, as it was raised on the server."""
     if response.is_success:
         return response
-    after = response.headers.get("retry-after", "")
-    retry_after = float(after) if after.isdigit() else None
-    try:
-        problem = response.json()
-    except ValueError:
-        problem = None
-    if isinstance(problem, dict) and "code" in problem:
-        raise TectumError.from_problem(problem, retry_after)
-    raise InternalError("internal", f"The server answered with status {response.status_code} and no reason")
+    raise TectumError.from_answer(response.status_code, response.content, response.headers.get("retry-after", ""))
 
 
 def _unreachable(url: str, error: Exception) -> UnavailableError:
@@ -289,6 +282,4 @@ class AsyncClient:
 
 
 def _request_call(method: str, req_id: str, tail: str = "") -> _Call:
-    from urllib.parse import quote
-
     return _Call(method, f"/v1/requests/{quote(req_id, safe='')}{tail}")

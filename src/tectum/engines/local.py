@@ -7,7 +7,6 @@ runs elsewhere, or without `--local-socket`) `HostReceiver` pulls over HTTP inst
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import socket
@@ -94,7 +93,7 @@ class LocalReceiver:
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
             try:
-                self._connection.sendall(json.dumps(message).encode() + b"\n")
+                self._connection.sendall(local.line(message))
                 answer = local.parse(self._line())
             except OSError as error:
                 raise _gone(error) from None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import io
-import json
 import socket
 import ssl
 import time
@@ -122,14 +121,7 @@ class _Answer:
         if self._error is None:
             return self._body
         status, headers = self._error
-        after = headers.get("retry-after", "")
-        try:
-            problem = json.loads(bytes(self._body))
-        except ValueError:
-            problem = None
-        if isinstance(problem, dict) and "code" in problem:
-            raise TectumError.from_problem(problem, float(after) if after.isdigit() else None)
-        raise InternalError("internal", f"The encoder answered with status {status} and no reason")
+        raise TectumError.from_answer(status, bytes(self._body), headers.get("retry-after", ""), "The encoder")
 
 
 def _parse_head(head: bytes) -> tuple[int, Mapping[str, str]]:

@@ -94,7 +94,7 @@ class MooncakeReceiver:
             self._quarantined.append((time.monotonic() + QUARANTINE, memory))
             raise
         self._engine.unregister_memory(memory.ctypes.data)
-        (dtype,) = dtypes
+        dtype = element_type(dtypes)
         tokens = sum(int(size["embedding_len"]) for size in sizes)
         if memory.nbytes != tokens * columns * DTYPE_BYTES[dtype]:
             raise DeliveryError("invalid_rows", f"{memory.nbytes} bytes are not {tokens} rows of {columns} {dtype}")
@@ -156,6 +156,13 @@ class MooncakeReceiver:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def element_type(named: set[str]) -> str:
+    """The element type of all parts. Raises DeliveryError `invalid_rows` where they name several, or none that is known."""
+    if len(named) != 1 or not named <= DTYPE_BYTES.keys():
+        raise DeliveryError("invalid_rows", f"The parts are of {', '.join(sorted(named))[:60]}, not of one known type")
+    return next(iter(named))
 
 
 def _reported(body: dict[str, Any], status: Any) -> TectumError:

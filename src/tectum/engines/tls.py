@@ -1,6 +1,7 @@
 """TLS at the client's end: whose certificates are believed, and which one is shown. For `client`, `pull`, `vllm`, the gateway.
 
-Owns how the choices of a caller become one context, and what a failed handshake is called. Opens no connection.
+Owns how the choices of a caller become one context, and what a failed handshake is called; and how a client's token is read,
+since it comes in a file, too. Opens no connection.
 """
 
 from __future__ import annotations
@@ -33,6 +34,17 @@ def papers(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) 
         raise StartupError("invalid_settings", "cert_file and key_file go together")
     cert = None if cert_file is None or key_file is None else (cert_file, key_file)
     return True if ca_file is None else ca_file, cert
+
+
+def bearer_token(token_file: Path | None) -> str | None:
+    """The token to send: the first word of the file, None where there is no file.
+
+    Raises StartupError `invalid_settings` for a file that cannot be read, or holds no word.
+    """
+    try:
+        return None if token_file is None else token_file.read_text().split(maxsplit=1)[0]
+    except (OSError, UnicodeDecodeError, IndexError):
+        raise StartupError("invalid_settings", f"token_file: {token_file} cannot be read or is empty") from None
 
 
 def client_context(url: str, verify: Verify = True, cert: Cert | None = None) -> ssl.SSLContext | None:

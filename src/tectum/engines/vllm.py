@@ -38,7 +38,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from tectum.engines.address import server_url
 from tectum.engines.fetcher import Encoders, Shape, Source, Want
 from tectum.engines.row_store import RowStore
-from tectum.engines.tls import client_context
+from tectum.engines.tls import bearer_token, client_context
 from tectum.errors import StartupError
 from tectum.types import DTYPE_BYTES, Grid
 
@@ -90,15 +90,12 @@ class ConnectorSettings(BaseModel):
         return tuple(server_url(url, "url") for url in (self.urls or (self.url or "",)))
 
     def asked(self) -> Encoders:
-        """Who is asked for rows, and how. Raises StartupError `invalid_settings` for certificates that cannot be used."""
+        """Who is asked for rows, and how. Raises StartupError `invalid_settings` for files that cannot be used."""
         verify = True if self.ca_file is None else str(self.ca_file)
         cert = None if self.cert_file is None or self.key_file is None else (str(self.cert_file), str(self.key_file))
         for url in self.encoders:
             client_context(url, verify, cert)  # a mistake shows here, and not in the process that fetches
-        return Encoders(self.encoders, self.token(), self.fetch_timeout, verify, cert)
-
-    def token(self) -> str | None:
-        return None if self.token_file is None else self.token_file.read_text().splitlines()[0].strip()
+        return Encoders(self.encoders, bearer_token(self.token_file), self.fetch_timeout, verify, cert)
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> ConnectorSettings:

@@ -15,7 +15,8 @@ import av
 import numpy as np
 import soundfile
 
-from tectum.errors import BadRequestError, TectumError
+from tectum.errors import BadRequestError
+from tectum.media.damage import blamed_on
 from tectum.media.policy import MediaPolicy
 from tectum.media.sniff import media_type
 from tectum.media.video import CONTAINERS
@@ -36,7 +37,7 @@ def probe_audio(data: bytes, policy: MediaPolicy) -> RecordingInfo:
 
     Raises BadRequestError: `unsupported_media` (415), `media_too_large` (413), `media_refused`, `media_decode_failed` (400).
     """
-    with _reported():
+    with blamed_on("recording"):
         if media_type(data) in SOUND_FILES:
             with soundfile.SoundFile(io.BytesIO(data)) as file:
                 return _file_info(file, policy)
@@ -48,7 +49,7 @@ def decode_audio(data: bytes, policy: MediaPolicy, rate: int) -> Recording:
 
     The result holds ceil(source samples x rate / source rate) samples.
     """
-    with _reported():
+    with blamed_on("recording"):
         if media_type(data) in SOUND_FILES:
             with soundfile.SoundFile(io.BytesIO(data)) as file:
                 info = _file_info(file, policy)
@@ -59,17 +60,6 @@ def decode_audio(data: bytes, policy: MediaPolicy, rate: int) -> Recording:
         with _open(data) as container:
             samples = _at_rate(_mono(container), info.rate, rate, policy)
             return _recording(samples, rate, info)
-
-
-class _reported:  # noqa: N801 - used like a function
-    """Whatever a decoder raises on damaged input is the recording's fault, and said so."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, TectumError):
-            text = "The recording is truncated or damaged and cannot be decoded"
-            raise BadRequestError("media_decode_failed", text) from None
 
 
 def _recording(samples: np.ndarray, rate: int, info: RecordingInfo) -> Recording:

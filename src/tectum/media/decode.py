@@ -1,4 +1,8 @@
-"""One item, by its modality: what its header says, and what it decodes to."""
+"""One item, by its modality: what its header says, and what it decodes to.
+
+Owns the choice between `image`, `video` and `audio`, and how long an opened item is kept; they own their formats. It knows no
+model: how media are to be decoded is handed in (`Reading`).
+"""
 
 from __future__ import annotations
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 from PIL import Image
 
 from tectum.errors import BadRequestError
+from tectum.media.damage import blamed_on
 from tectum.media.policy import MediaPolicy
 from tectum.media.sniff import picture_format
 
@@ -52,7 +51,7 @@ def decode_image(data: bytes, policy: MediaPolicy) -> Image.Image:
 def open_image(data: bytes, policy: MediaPolicy) -> Image.Image:
     """The picture with its header read, within the limits; nothing is decoded yet. Raises as `decode_image`."""
     name = picture_format(data)
-    with _blamed_on_the(name):
+    with blamed_on(f"{name} picture"):
         picture = Image.open(io.BytesIO(data), formats=[name])
     _check_size(picture, data, policy)
     return picture
@@ -66,26 +65,16 @@ def shown_size(picture: Image.Image) -> tuple[int, int]:
     width, height = picture.size
     if picture.format == "PNG" and "exif" not in picture.info:
         return width, height
-    with _blamed_on_the(picture.format or ""):
+    with blamed_on(f"{picture.format} picture"):
         sideways = picture.getexif().get(_ORIENTATION, 1) in _SIDEWAYS
     return (height, width) if sideways else (width, height)
 
 
 def decode_opened(picture: Image.Image) -> Image.Image:
     """What `decode_image` gives, for an opened picture, which is used up by it."""
-    with _blamed_on_the(picture.format or ""):
+    with blamed_on(f"{picture.format} picture"):
         picture.load()
         return _as_shown(picture)
-
-
-@contextmanager
-def _blamed_on_the(name: str) -> Iterator[None]:
-    """Decoders raise whatever they like on damaged input; all of it is the picture's fault."""
-    try:
-        yield
-    except Exception:
-        text = f"The {name} picture is truncated or damaged and cannot be decoded"
-        raise BadRequestError("media_decode_failed", text) from None
 
 
 def _check_size(picture: Image.Image, data: bytes, policy: MediaPolicy) -> None:

@@ -1,4 +1,7 @@
-"""What kind of media are these bytes? Magic bytes decide; a name or a declared type never does."""
+"""What kind of media are these bytes? Magic bytes decide; a name or a declared type never does.
+
+Owns the types that are told apart, and which pictures are taken; decodes nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,6 @@ PICTURES = {
     "image/avif": "AVIF",
     "image/heic": "HEIF",
 }
-
-
 #: major brands of the ISO base media format that are pictures, whatever else is listed after them
 _BRANDS = {
     **dict.fromkeys((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"), "image/heic"),

@@ -1,4 +1,8 @@
-"""From an item to its bytes: raw, base64, `data:` URI, allowed file, or what was fetched. Blocking: runs in a thread."""
+"""From an item to its bytes: raw (as sent, or as fetched), base64, `data:` URI, allowed file. Blocking: runs in a thread.
+
+Owns how each form is read and bounded, and is the only place that opens a path which a request names. It looks at no byte of
+the media, and fetches nothing: `fetch.py` does.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +23,8 @@ _URL_SAFE = str.maketrans("-_", "+/")
 _MEDIA_TYPE = re.compile(r"[\w.+-]+/[\w.+*-]+", re.ASCII)
 
 
-def needs_fetch(item: MediaItem) -> bool:
-    """Whether the item lies behind an `http:` or `https:` URL."""
-    return item.url is not None and item.url[:8].lower().startswith(("http:", "https:"))
-
-
-def item_bytes(item: MediaItem, policy: MediaPolicy, fetched: bytes | None) -> bytes:
-    """The item's encoded bytes; `fetched` are those behind its URL, where it needed fetching.
+def item_bytes(item: MediaItem, policy: MediaPolicy) -> bytes:
+    """The item's encoded bytes. One that is `remote` was fetched before, and holds them.
 
     Raises BadRequestError: `empty_media`, `media_too_large`, `invalid_base64`, `invalid_data_uri`, `url_refused`.
     """
@@ -33,8 +32,6 @@ def item_bytes(item: MediaItem, policy: MediaPolicy, fetched: bytes | None) -> b
         data = item.data
     elif item.base64 is not None:
         data = decode_base64(item.base64, policy)
-    elif fetched is not None:
-        data = fetched
     else:
         data = _from_url(item.url or "", policy)
     if not data:

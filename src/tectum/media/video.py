@@ -16,7 +16,8 @@ import av
 import numpy as np
 from PIL import Image, ImageSequence
 
-from tectum.errors import BadRequestError, TectumError
+from tectum.errors import BadRequestError
+from tectum.media.damage import blamed_on
 from tectum.media.policy import MediaPolicy
 from tectum.media.sniff import media_type
 from tectum.types import Clip, ClipInfo
@@ -51,7 +52,7 @@ def probe_video(data: bytes, policy: MediaPolicy) -> ClipInfo:
     Raises BadRequestError: `unsupported_media` (415), `media_too_large` or `image_too_large` (413),
     `media_decode_failed` (400).
     """
-    with _reported():
+    with blamed_on("clip"):
         if media_type(data) in ANIMATIONS:
             return _Pages(data, policy).info
         with _open(data) as container:
@@ -64,7 +65,7 @@ def decode_video(data: bytes, policy: MediaPolicy, choose: Choose) -> Clip:
     choose: gets a `ClipInfo`, returns ascending indices of frames (repeats allowed). Raises BadRequestError as
     `probe_video` does, `media_too_large` when the chosen frames take more memory than is allowed, and what `choose` raises.
     """
-    with _reported():
+    with blamed_on("clip"):
         if media_type(data) in ANIMATIONS:
             pages = _Pages(data, policy)
             indices = _chosen(pages.info, policy, choose)
@@ -74,18 +75,6 @@ def decode_video(data: bytes, policy: MediaPolicy, choose: Choose) -> Clip:
             indices = _chosen(scan.info, policy, choose)
             frames, repeated = _decode(container, scan, indices)
             return Clip(frames, indices, scan.info, repeated)
-
-
-class _reported:  # noqa: N801 - used like a function
-    """Whatever a decoder raises on damaged input is the clip's fault, and said so."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, TectumError):
-            raise BadRequestError(
-                "media_decode_failed", "The clip is truncated or damaged and cannot be decoded"
-            ) from None
 
 
 def _chosen(info: ClipInfo, policy: MediaPolicy, choose: Choose) -> tuple[int, ...]:

@@ -288,7 +288,7 @@ class FeaturesAdapter(Adapter):
 
     def features(self, modality: Modality, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """All rows `[sum, width]` of the batch in order, and after them its deepstack layers in the same shape."""
-        call = getattr(self.model, f"get_{modality}_features", None) or self.model.get_image_features
+        call = getattr(self.model, f"get_{modality}_features")
         output = call(**inputs)
         layers = getattr(output, "deepstack_features", None) or ()
         return [flat(output.pooler_output), *(flat(layer) for layer in layers)]

@@ -13,6 +13,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,7 @@ class ModelReport:
     dtype: str | None = None
     width: int | None = None
     rows: Mapping[str, int] = field(default_factory=dict)
-    problem: StartupError | None = field(default=None)
+    problem: StartupError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def load_adapter(
     dtype: str = "auto",
     compile: bool = False,
     progress: Progress | None = None,
-) -> Any:
+) -> FeaturesAdapter:
     """Load the encoder of `model` (a local folder or a hub id) and return its adapter.
 
     compile: with torch.compile, which does its work in the first forward. progress: called with what is done and the
@@ -423,7 +424,7 @@ def _portions(parameters: dict[str, torch.nn.Parameter], weights: EncoderWeights
     for name in sorted(parameters, key=lambda n: (str(weights.where[n][0]), n)):
         file = weights.where[name][0]
         if names and (file != current or size >= READ_AT_ONCE):
-            assert current is not None
+            assert current is not None, "names are of a file"
             yield current, names
             names, size = [], 0
         current = file
@@ -433,17 +434,14 @@ def _portions(parameters: dict[str, torch.nn.Parameter], weights: EncoderWeights
         yield current, names
 
 
-class quiet:  # noqa: N801 - used like a function
+@contextmanager
+def quiet(transformers: Any) -> Iterator[None]:
     """Transformers' own bars and warnings are off while we load; ours say what matters."""
-
-    def __init__(self, transformers: Any) -> None:
-        self._logging = transformers.utils.logging
-
-    def __enter__(self) -> None:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        self._level = self._logging.get_verbosity()
-        self._logging.set_verbosity(logging.ERROR)
-        self._logging.disable_progress_bar()
-
-    def __exit__(self, *exc: Any) -> None:
-        self._logging.set_verbosity(self._level)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    level = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(level)

@@ -1,4 +1,7 @@
-"""Which adapter serves which architecture (the name in a checkpoint's `config.json`). A family's module is imported on use."""
+"""Which adapter serves which architecture (the name in a checkpoint's `config.json`). A family's module is imported on use.
+
+Owns the list of families: a new one is a file beside this one, and a line here (docs/adding-a-family.md).
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,6 @@ def adapter_for(architecture: str) -> type[FeaturesAdapter]:
     family = architectures().get(architecture)
     if family is None:
         name = architecture if len(architecture) <= NAME_ROOM else f"{architecture[: NAME_ROOM - 1]}…"
-        served = SERVED
-        text = f"{name} is not supported (docs/adding-a-family.md); known: {served}"
+        text = f"{name} is not supported (docs/adding-a-family.md); known: {SERVED}"
         raise StartupError("unsupported_architecture", text, known=sorted(architectures()))
     return adapter_class(family)

@@ -22,8 +22,7 @@ from tectum.types import EncodeRequest
 log = logging.getLogger("tectum.request")
 
 #: characters of a request's id in a line
-ID = 64
-
+MAX_ID = 64
 #: characters of a message, and of a traceback's exception text
 MAX_LINE = 1000
 
@@ -113,7 +112,7 @@ class RequestLog(Watcher):
         level = logging.DEBUG if error.code == "shutting_down" else logging.INFO
         if not log.isEnabledFor(level):
             return
-        facts = {} if request is None else {"req_id": request.req_id[:ID]}
+        facts = {} if request is None else {"req_id": request.req_id[:MAX_ID]}
         _write(level, "request refused", {**facts, "status": error.status, "code": error.code})
 
     def ended(self, job: JobView, reason: str, error: TectumError | None, seconds: float) -> None:
@@ -121,7 +120,7 @@ class RequestLog(Watcher):
         if not log.isEnabledFor(level):
             return
         facts = {
-            "req_id": job.request.req_id[:ID],
+            "req_id": job.request.req_id[:MAX_ID],
             "modality": str(job.request.modality),
             "reason": str(reason),
             "status": "ok" if error is None else error.status,

@@ -181,7 +181,7 @@ class Tracing(Watcher):
             self._step(walk, "fetch" if fetching else "prepare", walk.zero, walk.ended_at, error)
             return
         prepare_at = job.prepared_at - seconds.get("prepare", 0.0)
-        if any((item.url or "").startswith("http") for item in job.request.items):
+        if any(item.remote for item in job.request.items):
             self._step(walk, "fetch", prepare_at - seconds.get("fetch", 0.0), prepare_at)
         self._step(walk, "prepare", prepare_at, job.prepared_at)
         if walk.forward_at is None:

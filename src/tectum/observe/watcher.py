@@ -1,6 +1,6 @@
 """What an observer is told of a request's life, and sees of it. Observers override what they need.
 
-This is the observers' side of `Observer` in `tectum.pipeline.pipeline`; they import nothing from there.
+This is the observers' side of `Observer` in `tectum.pipeline.work`; they import nothing from there.
 """
 
 from __future__ import annotations

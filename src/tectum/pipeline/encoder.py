@@ -1,4 +1,7 @@
-"""`Encoder`: the encoder in this process, through the very pipeline that the server runs."""
+"""`Encoder`: the encoder in this process, through the very pipeline that the server runs.
+
+Owns the event loop that the pipeline runs on, and the thread that runs it: callers may be threads, or loops of their own.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Encoder:
-    """Runs the vision encoder of a checkpoint here, without a server and without its language model.
+    """Runs the encoder of a checkpoint here, without a server and without its language model.
 
     model: a local folder or a hub id. Settings are keyword arguments by the names of `tectum.Settings`
     (`device`, `dtype`, `forward_threads`, …). `encode` blocks, `aencode` awaits; both may be called from several

@@ -1,4 +1,8 @@
-"""What makes two requests the same (R8): a digest over their content, and nothing about who asks or when."""
+"""What makes two requests the same (R8): a digest over their content, and nothing about who asks or when.
+
+Not the content key (`tectum.cache.key`): that one names the rows of an item, by the bytes that are encoded. This one compares
+requests under one id as they came, before anything is fetched; what equal ones mean is the ledger's to say.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from tectum.cache.flights import Flight, Flights
+from tectum.cache.flights import Flights
 from tectum.cache.key import content_key, joint_key
 from tectum.cache.store import EmbeddingCache, Entry
 from tectum.delivery.staging import Lease
@@ -94,7 +94,7 @@ class Reuse:
 
     async def keep(self, part: PreparedPart, lease: Lease) -> None:
         """Fresh rows: for those who wait for them, and for later. When it ends nobody reads the lease any more."""
-        flight: Flight | None = part.flight
+        flight = part.flight
         if flight is None or not (flight.followers or self.cache.fits(lease.nbytes)):
             return
         try:
@@ -121,7 +121,7 @@ def _keyed(request: EncodeRequest, revision: str, policy: MediaPolicy) -> tuple[
     items, keys = [], []
     for index, item in enumerate(request.items):
         try:
-            media = item_bytes(item, policy, None)
+            media = item_bytes(item, policy)
         except TectumError as error:
             raise error.at_item(index) from None
         items.append(MediaItem(item.modality, data=media))

@@ -19,7 +19,6 @@ from tectum.delivery.staging import Lease, StagingPool
 from tectum.errors import BadRequestError, TectumError, UnavailableError
 from tectum.media.fetch import Fetcher
 from tectum.media.policy import MediaPolicy
-from tectum.media.source import needs_fetch
 from tectum.pipeline.reuse import Reuse
 from tectum.pipeline.work import PreparedPart, Staged
 from tectum.types import Destination, EncodeRequest, MediaItem
@@ -120,7 +119,7 @@ class Stages:
         tasks = {
             index: asyncio.ensure_future(self._fetch_item(index, item.url or "", budget))
             for index, item in enumerate(request.items)
-            if needs_fetch(item)
+            if item.remote
         }
         if not tasks:
             return request

@@ -1,11 +1,14 @@
-"""Running blocking work in threads, so that cancelling the waiting coroutine loses nothing (R13)."""
+"""Running blocking work in threads, so that cancelling the waiting coroutine loses nothing (R13).
+
+Owns no thread: executors are handed in. Nothing here knows of requests.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,5 +37,10 @@ async def outlast(future: asyncio.Future[T]) -> None:
             await asyncio.wait([future])
         except asyncio.CancelledError:
             continue
+    looked_at(future)
+
+
+def looked_at(future: asyncio.Future[Any]) -> None:
+    """`future` is done, and nobody may be left to await it: so asyncio need not report its exception as lost."""
     if not future.cancelled():
-        future.exception()  # retrieved, so that it is not reported as lost
+        future.exception()

@@ -87,7 +87,7 @@ class EncoderUnit:
         return self._metadata(request, prepared), prepared
 
     def _bytes(self, request: EncodeRequest, index: int) -> bytes:
-        return item_bytes(request.items[index], self.policy, None)
+        return item_bytes(request.items[index], self.policy)
 
     def _refuse_too_large(self, infos: Sequence[MediaInfo], options: Mapping[str, Any]) -> None:
         """What no forward would take is refused from its items' headers, before anything is decoded."""

@@ -8,11 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tectum.errors import TectumError
 from tectum.lifecycle.events import Reason
 from tectum.types import Destination, EncodeRequest, Modality, RequestMetadata
+
+if TYPE_CHECKING:
+    from tectum.cache.flights import Flight
+    from tectum.delivery.staging import Lease
 
 
 @dataclass(slots=True)
@@ -27,7 +31,7 @@ class PreparedPart:
     ticket: Any
     lane: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    flight: Any = None
+    flight: Flight | None = None
 
 
 @dataclass(slots=True)
@@ -35,7 +39,7 @@ class Staged:
     """A request's rows in staging memory. `lease` is the pool's; it is read by sends and given back on `Free`."""
 
     metadata: RequestMetadata
-    lease: Any
+    lease: Lease
 
 
 class Work(Protocol):

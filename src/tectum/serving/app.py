@@ -1,4 +1,8 @@
-"""The application: every door on one pipeline, the pages about the service itself, and what guards them."""
+"""The application: every door on one pipeline, the pages about the service itself, and what guards them.
+
+Owns the order in which they stand before each other, from the guard inwards, and the probes. It starts nothing: pipeline,
+encoders and observers are handed in by `server.py`.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,6 @@ import tectum
 from tectum import catalogue
 from tectum.config import Settings
 from tectum.errors import BadRequestError, TectumError, UnavailableError
-from tectum.lifecycle.events import State
 from tectum.observe.watcher import JobView, Watcher
 from tectum.pipeline.pipeline import Pipeline
 from tectum.serving.guard import Tokens
@@ -161,14 +160,12 @@ class Dashboard:
     def state(self, since: int) -> dict[str, Any]:
         """The service as it is now, and the outcomes after the one numbered `since`."""
         ledger, recent, settings = self._pipeline.ledger, self._recent, self._settings
-        by_state: Counter[str] = Counter({str(state): 0 for state in State if state is not State.RELEASED})
-        by_state.update(str(request.state) for request in ledger.lives())
         return {
             "at": time.time(),
             "version": tectum.__version__,
             "model": self._pool.card,
             "closing": ledger.closing,
-            "live": by_state,
+            "live": {str(state): count for state, count in ledger.by_state().items()},
             "queued_patches": ledger.queued_patches,
             "staged_bytes": ledger.staged_bytes,
             "limits": {

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import ssl
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -31,12 +30,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tectum.config import Settings, is_loopback
 from tectum.engines.address import server_url
 from tectum.engines.tls import HUNG_UP, client_context, handshake_failure, papers
-from tectum.errors import InternalError, MMError, StartupError, TectumError, UnavailableError
+from tectum.errors import InternalError, StartupError, TectumError, UnavailableError
 from tectum.observe import logs
 from tectum.serving.chat import Chat, Held, Medium, form_of
 from tectum.serving.connection import ConnectionLimits
 from tectum.serving.guard import BodyBudget, Guard, Tokens
 from tectum.serving.listen import http_within, nobody, serve_until_signal
+from tectum.serving.presence import body_pieces
+from tectum.serving.problems import error_headers
 
 T = TypeVar("T")
 log = logging.getLogger("tectum.gateway")
@@ -50,10 +51,13 @@ GRACE = 60
 PROBE_TIMEOUT = 5.0
 #: what a body must hold, in some way, to hold media
 _MARKS = (b"image", b"video", b"audio", b"\\u")  # the last begins an escape, which may spell any of them
-#: headers that belong to one hop
+#: headers that belong to one hop, and those that are made anew for the next
 _HOP = frozenset(
-    {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"}
+    {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"host", b"content-length"}
 )
+#: paths that need no token: probes
+_OPEN = frozenset({"/health/live", "/health/ready"})
+_LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=50.0)
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,8 @@ class Encoders:
             text = f"No encoder answered ({_note(error, 'an encoder', encoder)})"
             raise UnavailableError("server_unreachable", text, retry_after=1.0) from None
         if not answer.is_success:
-            raise _error_of(answer)
+            after = answer.headers.get("retry-after", "")
+            raise TectumError.from_answer(answer.status_code, answer.content, after, "An encoder")
         try:
             return dict(answer.json())
         except (ValueError, TypeError):
@@ -248,18 +253,7 @@ def _held(
         raise InternalError("internal", "The encoder's answer has no content key, or lacks facts of its item") from None
 
 
-def _error_of(answer: httpx2.Response) -> TectumError:
-    after = answer.headers.get("retry-after", "")
-    try:
-        problem = answer.json()
-    except ValueError:
-        problem = None
-    if isinstance(problem, dict) and "code" in problem:
-        return TectumError.from_problem(problem, float(after) if after.isdigit() else None)
-    return InternalError("internal", f"An encoder answered with status {answer.status_code} and no reason")
-
-
-async def _all(work: Iterator[Awaitable[T]] | Any) -> list[T]:
+async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
     """All results in order; when one fails or the caller is cancelled, the others are cancelled and have ended."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
@@ -271,8 +265,6 @@ async def _all(work: Iterator[Awaitable[T]] | Any) -> list[T]:
 
 
 # --- the gateway itself ---
-
-_LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=50.0)
 
 
 class Gateway:
@@ -305,7 +297,8 @@ class Gateway:
         if scope["path"] == "/health/live":
             await JSONResponse({"status": "live"})(scope, receive, send)
             return
-        body = await _read(receive)
+        async with aclosing(body_pieces(receive)) as pieces:
+            body = b"".join([piece async for piece in pieces])
         probe = scope["path"] == "/health/ready"
         work = asyncio.ensure_future(self._ready(scope, receive, send) if probe else self._serve(scope, body, send))
         gone = asyncio.ensure_future(_disconnected(receive))
@@ -331,7 +324,7 @@ class Gateway:
 
     async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:
         """The request to the engine, its answer back as it comes: status, headers and bytes."""
-        headers = [(name, value) for name, value in scope["headers"] if name.decode("latin-1") not in _HOP]
+        headers = [(name, value) for name, value in scope["headers"] if name not in _HOP]
         if self._engine_auth is not None:
             headers = [(name, value) for name, value in headers if name != b"authorization"]
             headers.append((b"authorization", self._engine_auth))
@@ -347,7 +340,7 @@ class Gateway:
             text = f"The engine did not answer ({_note(error, 'the engine', self._engine_url)})"
             raise UnavailableError("server_unreachable", text, retry_after=1.0) from None
         try:
-            kept = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in _HOP_BYTES]
+            kept = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in _HOP]
             if (length := answer.headers.get("content-length")) is not None:
                 kept.append((b"content-length", length.encode()))
             await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
@@ -379,13 +372,8 @@ class Gateway:
                 return
 
 
-#: paths that need no token: probes
-_OPEN = frozenset({"/health/live", "/health/ready"})
-_HOP_BYTES = frozenset(name.encode() for name in _HOP)
-
-
 def create_app(settings: GatewaySettings) -> ASGIApp:
-    """The gateway behind its guard. Raises StartupError when a token file cannot be read."""
+    """The gateway behind its guard. Raises StartupError when a token file cannot be read, or a `TECTUM_*` variable is wrong."""
     door = _door(settings)
     return Guard(
         Gateway(settings),
@@ -399,8 +387,8 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
 
 
 def _door(settings: GatewaySettings) -> Settings:
-    """The limits of an encoder's door, for this one."""
-    return Settings(
+    """The limits of an encoder's door, for this one. Raises StartupError for what the environment makes of them."""
+    return Settings.load(
         host=settings.host,
         token_file=settings.token_file,
         max_body_bytes=settings.max_body_bytes,
@@ -459,29 +447,17 @@ def _token(file: Path | None) -> str | None:
 
 def _openai_error(error: TectumError) -> JSONResponse:
     """The error in the form that OpenAI's clients read. Its status is the one it was raised with, wherever that was."""
-    headers = {} if error.retry_after is None else {"Retry-After": str(math.ceil(error.retry_after))}
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     about: dict[str, Any] = {"message": error.message, "type": kind, "param": None, "code": error.code}
     if error.item is not None:
         about["item"] = error.item
-    return JSONResponse({"error": about}, error.status, headers)
+    return JSONResponse({"error": about}, error.status, error_headers(error))
 
 
 def _tenant(scope: Scope) -> str:
     """Callers with different credentials never share rows. The credential itself goes nowhere."""
     given = dict(scope["headers"]).get(b"authorization", b"")
     return blake2b(given, digest_size=16).hexdigest() if given else ""
-
-
-async def _read(receive: Receive) -> bytes:
-    pieces, more = [], True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise MMError("invalid_request", "The caller hung up before its request was whole")
-        pieces.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 async def _disconnected(receive: Receive) -> None:

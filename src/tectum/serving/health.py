@@ -1,4 +1,7 @@
-"""Health, as every door tells it: whether new work is taken, and whether accepted work gets done."""
+"""Health, as every door tells it: whether new work is taken, and whether accepted work gets done.
+
+Owns the verdict, so that HTTP, gRPC and the bootstrap servers are told the same; each door puts it into its own words.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The native HTTP door: `/v1/encode` and what belongs to a request. Thin: it reads, asks the pipeline, answers."""
+"""The native HTTP door: `/v1/encode` and what belongs to a request. Thin: it reads, asks the pipeline, answers.
+
+Owns the routes under `/v1/` that are about one request, and the form of their answers. `bodies.py` reads, `presence.py` notices
+a hang-up; what a request may do next is the ledger's to say.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Is the caller still there? A caller that hangs up on a plain call cancels its work (and nobody else's)."""
+"""Is the caller still there? A caller that hangs up on a plain call cancels its work (and nobody else's).
+
+Owns the sending of one answer, and the watch for a hang-up beside it. What a cancelled call means for its request is not
+decided here: the block that is cancelled tells the lifecycle.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +53,7 @@ class Caller:
     async def watched(self) -> AsyncIterator[Caller]:
         """Run the block as long as the caller is connected; raise CallerGoneError out of it as soon as it is not."""
         task = asyncio.current_task()
-        assert task is not None
+        assert task is not None, "an answer is worked out in a task"
         gone = False
 
         async def watch() -> None:

@@ -1,4 +1,7 @@
-"""Errors at the door: every failure leaves as `application/problem+json` (RFC 9457), whatever raised it."""
+"""Errors at the door: every failure leaves as `application/problem+json` (RFC 9457), whatever raised it.
+
+Owns that form and its headers; which error it is was decided where it was raised.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,14 @@ MEDIA_TYPE = "application/problem+json"
 
 
 def problem_response(error: TectumError, req_id: str | None = None) -> Response:
-    headers = {}
-    if error.retry_after is not None:
-        headers["Retry-After"] = str(math.ceil(error.retry_after))
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return Response(msgspec.json.encode(error.to_problem(req_id), enc_hook=str), error.status, headers, MEDIA_TYPE)
+    body = msgspec.json.encode(error.to_problem(req_id), enc_hook=str)
+    return Response(body, error.status, error_headers(error), MEDIA_TYPE)
+
+
+def error_headers(error: TectumError) -> dict[str, str]:
+    """The headers of the answer to an error, whatever form its body has: when to try again, what credentials are read."""
+    headers = {} if error.retry_after is None else {"retry-after": str(math.ceil(error.retry_after))}
+    return {**headers, "www-authenticate": "Bearer"} if error.status == 401 else headers
 
 
 def from_validation(error: RequestValidationError) -> TectumError:
@@ -40,15 +45,15 @@ def install(app: FastAPI) -> None:
     """Register the handlers of every kind of failure on `app`."""
 
     async def on_tectum(request: Request, error: Exception) -> Response:
-        assert isinstance(error, TectumError)
+        assert isinstance(error, TectumError), "each handler is given errors of its own kind"
         return problem_response(error, getattr(request.state, "req_id", None))
 
     async def on_validation(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
+        assert isinstance(error, RequestValidationError), "each handler is given errors of its own kind"
         return problem_response(from_validation(error))
 
     async def on_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
+        assert isinstance(error, HTTPException), "each handler is given errors of its own kind"
         if error.status_code == 404:
             return problem_response(
                 BadRequestError("not_found", "There is no such page; /openapi.json lists those there are")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -34,6 +33,7 @@ from tectum.serving.bodies import ReqId, decode
 from tectum.serving.health import Health
 from tectum.serving.native import Answer
 from tectum.serving.presence import Caller, body_pieces
+from tectum.serving.problems import error_headers
 from tectum.types import Destination, EncodeRequest, MediaItem, Modality, RequestMetadata
 
 #: the paths of these doors; their errors have SGLang's form
@@ -354,17 +354,12 @@ def _answer(body: Any, work: Callable[[Any], Awaitable[Any]], settings: Settings
 
 def refusal(error: TectumError, req_id: str | None) -> Response:
     """The answer to a request that was refused as it was read, or before."""
-    return JSONResponse(error_body(error, req_id), error.status, _error_headers(error))
+    return JSONResponse(error_body(error, req_id), error.status, error_headers(error))
 
 
 async def _refuse(caller: Caller, error: TectumError, req_id: str | None) -> None:
-    headers = {**_JSON, **_error_headers(error)}
+    headers = {**_JSON, **error_headers(error)}
     await caller.answer(error.status, headers, json.dumps(error_body(error, req_id)).encode())
-
-
-def _error_headers(error: TectumError) -> dict[str, str]:
-    headers = {} if error.retry_after is None else {"retry-after": str(math.ceil(error.retry_after))}
-    return {**headers, "www-authenticate": "Bearer"} if error.status == 401 else headers
 
 
 def _req_id(raw: bytes) -> str | None:

@@ -1,4 +1,7 @@
-"""TLS at the door: the server's certificate, callers' certificates where asked for, and new ones without a restart."""
+"""TLS at the door: the server's certificate, callers' certificates where asked for, and new ones without a restart.
+
+Owns the server's context. What a client believes is `engines/tls.py`'s; gRPC brings its own TLS, from the same files.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tectum.config import Settings
 from tectum.delivery.staging import Lease, StagingPool
 from tectum.errors import BadRequestError, StartupError, TectumError, UnavailableError
 from tectum.pipeline.limits import fuses
-from tectum.pipeline.threads import outlast
+from tectum.pipeline.threads import looked_at, outlast
 from tectum.pipeline.work import PreparedPart
 from tectum.types import EncodeRequest
 from tectum.workers import messages
@@ -37,7 +37,7 @@ PROVEN = 60.0
 USUAL_PATCHES = 1024
 #: seconds by which a look at an encoder may be late; beyond that this process itself stood still
 LATE = 0.5
-#: of `--stall-timeout`: what an encoder gets after such a standstill before it is looked at again
+#: share of `--stall-timeout` that an encoder gets to say something after such a standstill, before it is looked at again
 ANEW = 0.25
 #: seconds between two looks at how many encoders are needed, where that number may change
 LOOK_EVERY = 0.5
@@ -109,6 +109,7 @@ class WorkerPool:
             self._scaling = asyncio.ensure_future(self._scale())
 
     async def stop(self) -> None:
+        """End all encoders, and fail what they still had to do. Idempotent."""
         if self._scaling is not None:
             self._scaling.cancel()
             await asyncio.gather(self._scaling, return_exceptions=True)
@@ -263,7 +264,7 @@ class WorkerPool:
             if isinstance(message, Encode):
                 await outlast(future)
             else:  # it still counts as pending until the encoder answers: one that hangs is noticed all the same
-                future.add_done_callback(_looked_at)
+                future.add_done_callback(looked_at)
             raise
 
     def _drop(self, lane: _Lane, ticket: int) -> None:
@@ -349,12 +350,6 @@ def _content_hint(request: EncodeRequest) -> bytes:
         media = item.data or (item.base64 or item.url or "").encode("utf-8", "surrogatepass")
         pieces.append(b"%d:%b%b" % (len(media), media[:64], media[-64:]))
     return b"".join(pieces)
-
-
-def _looked_at(future: asyncio.Future[Any]) -> None:
-    """Nobody waits for this answer any more."""
-    if not future.cancelled():
-        future.exception()
 
 
 def _worker_lost(text: str) -> UnavailableError:

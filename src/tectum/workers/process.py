@@ -23,6 +23,10 @@ from tectum.workers.messages import FromEncoder, Start
 
 log = logging.getLogger("tectum.workers")
 
+#: glibc's allocator is to keep what it has: an encoder frees and takes blocks of the same sizes all the time, and what goes
+#: back to the system each time has to be faulted in again each time
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(512 * MIB), "MALLOC_MMAP_THRESHOLD_": str(512 * MIB)}
+
 
 class LocalProcesses:
     """`Launcher` of `settings.workers` processes."""
@@ -51,11 +55,6 @@ class LocalProcesses:
         self._pool = None
 
 
-#: glibc's allocator is to keep what it has: an encoder frees and takes blocks of the same sizes all the time, and what goes
-#: back to the system each time has to be faulted in again each time
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(512 * MIB), "MALLOC_MMAP_THRESHOLD_": str(512 * MIB)}
-
-
 class WorkerProcess(EncoderLine, asyncio.Protocol):
     """An encoder process of this machine; it is `gone` when the process has ended."""
 
@@ -76,7 +75,7 @@ class WorkerProcess(EncoderLine, asyncio.Protocol):
     def _spawn(self, there: socket.socket, staging_fd: int) -> None:
         with there:
             command = [sys.executable, "-m", "tectum.workers.worker", str(there.fileno()), str(staging_fd)]
-            # a fork takes a millisecond, and its end is watched through a descriptor of its own: asyncio's way adds nothing
+            # not asyncio's subprocess: starting one takes a millisecond, and the pidfd below tells of its end
             self._process = subprocess.Popen(
                 command,
                 pass_fds=(there.fileno(), staging_fd),

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from tectum.config import RAY_SCHEME, Settings
 from tectum.delivery.staging import StagingPool
 from tectum.errors import StartupError
-from tectum.pipeline.threads import run_to_end
+from tectum.pipeline.threads import looked_at, run_to_end
 from tectum.workers.remote import RemoteLauncher
 from tectum.workers.worker import forward_threads
 
@@ -94,9 +94,7 @@ class RayActors(RemoteLauncher):
             try:
                 ray.init("auto" if address == f"{RAY_SCHEME}auto" else address, log_to_driver=False)
                 break
-            except (
-                ConnectionAbortedError
-            ):  # its Ray Client server is there, but did not get this client's own server up
+            except ConnectionAbortedError:  # its Ray Client server is there, and failed to start ours
                 if not left:
                     raise
         self._connected_here = True
@@ -130,7 +128,7 @@ class RayEncoder:
             self._actor = await self._cluster.call(self._cluster.create, self._lane)
         actor = self._actor
         answer = asyncio.wrap_future(await self._cluster.call(lambda: actor.node.remote().future()))
-        answer.add_done_callback(_retrieve)
+        answer.add_done_callback(looked_at)
         try:
             node: str = await asyncio.shield(answer)  # shielded: Ray answers even when nobody waits any more
             return node
@@ -150,11 +148,6 @@ class RayEncoder:
             await self._cluster.call(lambda: ray.kill(actor, no_restart=True))
         except StartupError as error:
             log.warning("lane %d: its actor could not be ended: %s", self._lane, error)
-
-
-def _retrieve(answer: asyncio.Future[Any]) -> None:
-    if not answer.cancelled():
-        answer.exception()
 
 
 def unavailable(error: BaseException) -> StartupError:

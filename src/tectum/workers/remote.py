@@ -313,7 +313,7 @@ class RemoteLine(EncoderLine, asyncio.BufferedProtocol):
         self.cut()
 
     def _break_off(self, what: str) -> None:
-        """What comes next on this line means nothing any more."""
+        """The stream is out of step: nothing that follows can be told apart into messages."""
         if not self._proved:
             self._refuse(what)
             return
