@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from tectum.errors import BadRequestError, InternalError
-from tectum.models.adapter import EncodedRows
+from tectum.models.adapter import EncodedRows, check_finite
 from tectum.models.load import load_adapter
 from tests import zoo
 
@@ -43,6 +43,7 @@ def test_rows_equal_the_colocated_models_to_the_bit(colocated, count):
     prepared = adapter.prepare(pictures(count), {})
     (encoded,) = adapter.encode([prepared])
     adapter.check(prepared, encoded)
+    check_finite(encoded.sums())
     assert torch.equal(prepared.inputs["pixel_values"], inputs["pixel_values"])
     assert [list(item.grid_thw) for item in prepared.items] == inputs["image_grid_thw"].tolist()
     assert prepared.rows == int((inputs["input_ids"] == model.config.image_token_id).sum())
@@ -115,7 +116,7 @@ def test_planted_wrong_rows_are_seen(colocated):
     spoilt = good.rows.clone()
     spoilt[3, 5] = float("nan")
     with pytest.raises(InternalError) as caught:
-        adapter.check(prepared, EncodedRows(spoilt, good.deepstack))
+        check_finite(EncodedRows(spoilt, good.deepstack).sums())
     assert caught.value.code == "non_finite_rows"
 
 

@@ -48,6 +48,24 @@ class EncodedRows:
     rows: torch.Tensor
     deepstack: tuple[torch.Tensor, ...] = ()
 
+    @property
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        return (self.rows, *self.deepstack)
+
+    def sums(self) -> torch.Tensor:
+        """One for each array, float32, on the encoder's device. Nothing is waited for."""
+        return torch.stack([array.sum(dtype=torch.float32) for array in self.arrays])
+
+
+def check_finite(sums: torch.Tensor) -> None:
+    """The rows that add up to `sums` hold no NaN and no infinity. Raises InternalError `non_finite_rows`.
+
+    A sum in float32 is finite exactly when every element is: it cannot overflow at these magnitudes. Reading one that is on a
+    device would wait for the device.
+    """
+    if not bool(torch.isfinite(sums).all()):
+        raise InternalError("non_finite_rows", "The encoder produced NaN or infinite values for this request")
+
 
 @dataclass(frozen=True, slots=True)
 class ItemPlan:
@@ -135,19 +153,15 @@ class Adapter(ABC):
         return self.read_options(modality, given)
 
     def check(self, prepared: Prepared, encoded: EncodedRows) -> None:
-        """What came out is what was announced. Raises InternalError `row_mismatch` or `non_finite_rows`."""
+        """What came out has the form that was announced; its values are not looked at. Raises InternalError `row_mismatch`."""
         tokens = encoded.rows.shape[0]
         if tokens != prepared.rows or tokens == 0:
             text = f"Encoder produced {tokens} tokens, but preprocessor metadata expected {prepared.rows}"
             raise InternalError("row_mismatch", text, rows=tokens, expected=prepared.rows)
-        arrays = (encoded.rows, *encoded.deepstack)
+        arrays = encoded.arrays
         shape, dtype = (tokens, self.width), getattr(torch, self.dtype)
         count = 1 + self.deepstack_layers_of(prepared.modality)
         if len(arrays) != count or any(a.shape != shape or a.dtype != dtype for a in arrays):
             found = f"{len(arrays)} arrays, rows {tuple(encoded.rows.shape)} {encoded.rows.dtype}"
             expected = f"{count} arrays of {shape} {self.dtype}"
             raise InternalError("row_mismatch", f"Encoder produced {found}, but its config promises {expected}")
-        # a sum in float32 is finite exactly when every element is: it cannot overflow at these magnitudes
-        totals = torch.stack([array.sum(dtype=torch.float32) for array in arrays])
-        if not bool(torch.isfinite(totals).all()):
-            raise InternalError("non_finite_rows", "The encoder produced NaN or infinite values for this request")

@@ -26,7 +26,7 @@ class LlavaOnevisionAdapter(FeaturesAdapter):
     family = "llava_onevision"
     architectures = ("LlavaOnevisionForConditionalGeneration",)
     modalities = frozenset({Modality.IMAGE, Modality.VIDEO})
-    read_on_host = frozenset({"alone", "frames"})
+    read_on_host = frozenset({"alone", "frames", "image_sizes"})
     options: ClassVar = {Modality.IMAGE: (_IN_PROMPT,), Modality.VIDEO: (FPS, NUM_FRAMES, MAX_FRAMES)}
     depends_on_prompt = "a picture alone is tiled, one of several is not: option `images_in_prompt`"
     row_rule: ClassVar = {

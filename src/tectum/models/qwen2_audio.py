@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from tectum.models.audio import AudioWindowAdapter, halved_twice
-from tectum.models.features import Count
+from tectum.models.features import Count, cat
 from tectum.types import Modality
 
 
@@ -19,6 +19,7 @@ class Qwen2AudioAdapter(AudioWindowAdapter):
         Modality.AUDIO: "`((n - 1) // 2 - 1) // 2 + 1` of n frames of 10 ms, of at most 30 s: one for 40 ms"
     }
     batch_bound: ClassVar = {Modality.AUDIO: 1e-5}
+    read_on_host = frozenset({"lengths"})
 
     def count_recording(self, samples: int, longest: int) -> Count:
         extractor = self.processors.audio
@@ -39,8 +40,8 @@ class Qwen2AudioAdapter(AudioWindowAdapter):
         mask = create_bidirectional_mask(
             config=base.audio_tower.config,
             inputs_embeds=mel.new_zeros((len(mel), len(positions), 1)),
-            attention_mask=(positions[None] < convolved[:, None]).long(),
+            attention_mask=(positions[None] < convolved.to(mel.device, non_blocking=True)[:, None]).long(),
         )
         hidden = base.audio_tower(mel, attention_mask=mask).last_hidden_state
         rows = base.multi_modal_projector(hidden)
-        return [rows[torch.arange(rows.shape[1], device=rows.device)[None] < pooled[:, None]]]
+        return [cat([row[:count] for row, count in zip(rows, pooled.tolist(), strict=True)])]

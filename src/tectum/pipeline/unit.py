@@ -16,6 +16,7 @@ from tectum.errors import BadRequestError, InternalError, StartupError, TectumEr
 from tectum.media.decode import Decoded, Looked, Opened, check_together, open_item, small_item
 from tectum.media.policy import MediaPolicy
 from tectum.media.source import item_bytes
+from tectum.models.adapter import check_finite
 from tectum.models.revision import encoder_revision
 from tectum.types import EncodeRequest, MediaInfo, RequestMetadata
 
@@ -145,11 +146,11 @@ class EncoderUnit:
         """Check one member's rows and send them towards its slot; the returned call waits for them there."""
         try:
             self.adapter.check(prepared, encoded)
-            arrays = (encoded.rows, *encoded.deepstack)
-            if self._stream is None:
-                _write(arrays, slot)
-                return _nothing
-            return self._land_from_device(arrays, slot, self._stream)
+            if self._stream is not None:
+                return self._land_from_device(encoded, slot, self._stream)
+            check_finite(encoded.sums())
+            _write(encoded.arrays, slot)
+            return _nothing
         except TectumError as error:
             return _raising(error)
         except Exception as error:
@@ -157,9 +158,13 @@ class EncoderUnit:
             return _raising(InternalError("internal", f"Unexpected {type(error).__name__} while staging rows"))
 
     def _land_from_device(
-        self, arrays: Sequence[torch.Tensor], slot: memoryview, stream: torch.cuda.Stream
+        self, encoded: EncodedRows, slot: memoryview, stream: torch.cuda.Stream
     ) -> Callable[[], None]:
-        """Copy on a stream of its own into pinned memory, so that the next forward need not wait; then to the slot."""
+        """Copy on a stream of its own into pinned memory, so that the next forward need not wait; then to the slot.
+
+        Whether the rows are finite is seen there, too: to ask the device would be to wait for it.
+        """
+        arrays = (*encoded.arrays, encoded.sums())
         stream.wait_stream(torch.cuda.current_stream(self.adapter.device))
         with torch.cuda.stream(stream):
             pinned = [torch.empty(array.shape, dtype=array.dtype, pin_memory=True) for array in arrays]
@@ -171,7 +176,9 @@ class EncoderUnit:
 
         def finish() -> None:
             copied.synchronize()
-            _write(pinned, slot)
+            *rows, sums = pinned
+            check_finite(sums)
+            _write(rows, slot)
 
         return finish
 
