@@ -6,7 +6,9 @@ import asyncio
 import base64
 import io
 import json
+import re
 import socket
+import struct
 import threading
 import time
 from pathlib import Path
@@ -308,6 +310,44 @@ def test_a_caller_that_hangs_up_is_noticed(server, client):
     until(lambda: gauges(server).get('encoder_releases_total{reason="client_abort"}', 0) == before + 5)
     until(lambda: nothing_is_held(server))
     assert client.encode(jpeg()).rows.shape[0] == 64
+
+
+@pytest.mark.parametrize("read", [0, 100, 20_000])
+@pytest.mark.parametrize("reset", [True, False], ids=["reset", "closed"])
+def test_rows_that_did_not_arrive_can_be_pulled_again(server, client, read, reset):
+    """Half a megabyte fits our kernel's buffers and not the puller's: what we got rid of has not arrived."""
+    pictures = [jpeg(448, 448, seed) for seed in range(8)]
+    client.hold(pictures, req_id="again")
+    with socket.socket() as puller:
+        puller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        puller.connect((urlsplit(server.url).hostname, urlsplit(server.url).port))
+        puller.sendall(b"GET /v1/requests/again/embedding HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        got = len(puller.recv(1))
+        while got < read:
+            got += len(puller.recv(read - got))
+        if reset:
+            puller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert torch.equal(client.embedding("again").rows, client.encode(pictures).rows)
+    until(lambda: nothing_is_held(server))
+
+
+def test_a_puller_that_reads_all_and_closes_at_once_has_its_rows(server, client):
+    """Also one that the kernel hands them out to bit by bit."""
+    pictures = [jpeg(448, 448, seed) for seed in range(8)]
+    for number in range(20):
+        client.hold(pictures, req_id=f"quick-{number}")
+        with socket.socket() as puller:
+            if number % 2:
+                puller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            puller.connect((urlsplit(server.url).hostname, urlsplit(server.url).port))
+            path = f"/v1/requests/quick-{number}/embedding"
+            puller.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            head, _, body = puller.recv(65536).partition(b"\r\n\r\n")
+            left = int(re.search(rb"content-length: (\d+)", head)[1]) - len(body)
+            while left:
+                left -= len(puller.recv(65536))
+    until(lambda: nothing_is_held(server))
+    assert [client.status(f"quick-{number}")["reason"] for number in range(20)] == ["pulled"] * 20
 
 
 def test_an_idle_server_uses_no_cpu(server, client):

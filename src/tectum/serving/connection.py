@@ -7,10 +7,15 @@ line with its headers, trailers, requests sent ahead, and a reader that takes no
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import http
+import os
+import struct
+import termios
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import httptools
 from starlette.types import Receive, Scope, Send
@@ -24,8 +29,9 @@ MAX_AHEAD = 8
 MAX_HEADERS = 100
 #: seconds that a closed connection may take to read its last bytes
 CLOSING = 5.0
-#: key of the scope's extensions: its `call` drops the connection at once, and its event `closed` says that it holds nothing
-#: any more. Where the key is there, a connection that takes the next piece of a body holds none of those before
+#: key of the scope's extensions: its `call` drops the connection at once, its event `closed` says that it holds nothing any
+#: more, and its `unread` makes an `Unread`. Where the key is there, a connection that takes the next piece of a body holds none
+#: of those before
 ABORT = "tectum.abort"
 
 
@@ -37,6 +43,29 @@ class ConnectionLimits:
     max_head_bytes: int
     head_timeout: float
     stall_timeout: float
+
+
+class Unread:
+    """What was written to a connection and is not in its peer's kernel yet. A context manager.
+
+    Looks at the connection through a descriptor of its own, so that it can be asked when the connection was closed.
+    """
+
+    def __init__(self, transport: asyncio.BaseTransport) -> None:
+        """Raises OSError when the connection is closed already."""
+        self._descriptor = os.dup(transport.get_extra_info("socket").fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self._descriptor)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the peer's kernel has not acknowledged; once the connection is lost, as many as there were then."""
+        count: int = struct.unpack("=i", fcntl.ioctl(self._descriptor, termios.TIOCOUTQ, bytes(4)))[0]
+        return count
 
 
 class Connection(HttpToolsProtocol):
@@ -130,7 +159,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {ABORT: {"call": self.abort, "closed": self._closed}}
+        unread = partial(Unread, self.transport)
+        self.scope["extensions"] = {ABORT: {"call": self.abort, "closed": self._closed, "unread": unread}}
 
     def on_message_complete(self) -> None:
         self._in_head = True

@@ -43,14 +43,19 @@ class Answer(Response):
     on to the guard, which drops the connection.
     """
 
-    def __init__(self, work: Callable[[Caller], Awaitable[None]], patience: float) -> None:
+    def __init__(
+        self, work: Callable[[Caller], Awaitable[None]], patience: float, *, counts_what_arrived: bool = False
+    ) -> None:
+        """patience, counts_what_arrived: as of a `Caller`."""
         super().__init__()
         self._work = work
         self._patience = patience
+        self._counts_what_arrived = counts_what_arrived
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = scope.get("extensions", {}).get(ABORT)
-        async with Caller(receive, send, self._patience, connection).watched() as caller:
+        counts = self._counts_what_arrived
+        async with Caller(receive, send, self._patience, connection, counts_what_arrived=counts).watched() as caller:
             await self._work(caller)
 
 
@@ -117,7 +122,7 @@ def router(pipeline: Pipeline, settings: Settings) -> APIRouter:
             async with pipeline.pull(req_id) as job:
                 await _answer_rows(caller, job)
 
-        return Answer(work, settings.send_timeout)
+        return Answer(work, settings.send_timeout, counts_what_arrived=True)
 
     @api.delete("/requests/{req_id}", summary="Release a request", responses=_ERRORS)
     async def release(req_id: InPath) -> JSONResponse:

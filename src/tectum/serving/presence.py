@@ -14,9 +14,12 @@ from typing import Any
 from starlette.types import Receive, Send
 
 from tectum.pipeline.threads import outlast
+from tectum.serving.connection import Unread
 
 #: written to the socket at once; between chunks a hang-up is noticed
 CHUNK = 1024 * 1024
+#: seconds between two looks at what has not arrived: at first, and at most
+FIRST_LOOK, LAST_LOOK = 0.0005, 0.02
 
 
 class CallerGoneError(Exception):
@@ -37,16 +40,25 @@ async def body_pieces(receive: Receive) -> AsyncGenerator[bytes, None]:
 class Caller:
     """One HTTP caller that waits for its answer. patience: seconds that it may take to read it.
 
-    connection: what `serving/connection.py` says of it, where it is one of ours.
+    connection: what `serving/connection.py` says of it, where it is one of ours. counts_what_arrived: an answer is over when
+    the caller's kernel has it, and not already when ours has: for rows that nobody could get again.
     """
 
     def __init__(
-        self, receive: Receive, send: Send, patience: float, connection: Mapping[str, Any] | None = None
+        self,
+        receive: Receive,
+        send: Send,
+        patience: float,
+        connection: Mapping[str, Any] | None = None,
+        *,
+        counts_what_arrived: bool = False,
     ) -> None:
         self._receive = receive
         self._send = send
         self._patience = patience
         self._connection = connection
+        self._counts_what_arrived = counts_what_arrived
+        self._unread: Unread | None = None  # once the whole answer is written
         self._answered = False
 
     @asynccontextmanager
@@ -60,7 +72,7 @@ class Caller:
             nonlocal gone
             while (await self._receive())["type"] != "http.disconnect":
                 pass
-            if not self._answered:
+            if not self._answered and (self._unread is None or self._unread.nbytes):
                 gone = True
                 task.cancel()
 
@@ -123,5 +135,23 @@ class Caller:
         # disconnect still a hang-up: after the closing message the server reports one for every answer.
         await self._send({"type": "http.response.body", "body": b"", "more_body": True})
         await asyncio.sleep(0)
+        if self._counts_what_arrived and self._connection is not None:
+            await self._arrival(self._connection)
         self._answered = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _arrival(self, connection: Mapping[str, Any]) -> None:
+        """Wait until the caller's kernel has all that was written. A caller that has it and closes has not hung up.
+
+        Raises CallerGoneError when the connection is closed already.
+        """
+        try:
+            unread = connection["unread"]()
+        except OSError:
+            raise CallerGoneError from None
+        pause = FIRST_LOOK
+        with unread as self._unread:
+            while unread.nbytes:
+                await asyncio.sleep(pause)  # the kernel tells nobody of an acknowledgement
+                pause = min(2 * pause, LAST_LOOK)
+            self._answered = True
