@@ -172,7 +172,6 @@ def test_what_has_no_media_passes_untouched(engine, gateway):
     bodies = [
         b'{ "messages" : [ {"role":"user","content":"an image, please: \\u00e4"} ] ,\n "x" : 1e400 }',
         b'{"messages":"image"}',
-        b"not json, but with an image in it",
         json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": '"image_url"'}]}]}).encode(),
     ]
     for body in bodies:
@@ -294,6 +293,43 @@ def test_json_that_is_nested_without_end_is_refused(engine, gateway, body):
     assert post(gateway, chat(data_uri())).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps(chat("data:,")).encode("utf-16"),
+        json.dumps(chat("data:,")).encode("utf-16-le"),
+        json.dumps(chat("data:,")).encode("utf-32"),
+        json.dumps(chat("data:,")).encode("utf-8-sig"),
+        json.dumps(chat("data:,", temperature=float("nan"))).encode(),
+        b"no JSON, but with an image in it",
+    ],
+    ids=["UTF-16 with a mark", "UTF-16", "UTF-32", "UTF-8 with a mark", "NaN", "no JSON"],
+)
+def test_what_an_engine_might_read_though_it_is_no_json_does_not_pass(engine, gateway, body):
+    """Python's reader takes all but the last of them: the media would reach the engine past the encoders."""
+    answer = post(gateway, body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+    assert not engine.seen
+
+
+@pytest.mark.parametrize(
+    "path", ["/x/../v1/chat/completions", "/v1/%2e%2e/v1/chat/completions", "//v1/models", "/v1/.."]
+)
+def test_a_path_that_would_lead_elsewhere_does_not_pass(engine, gateway, path):
+    host = urlsplit(gateway)
+    with socket.create_connection((host.hostname, host.port), 30) as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        assert connection.makefile("rb").readline().startswith(b"HTTP/1.1 400 ")
+    assert not engine.seen
+
+
+@pytest.mark.parametrize("kind", [None, 7, []])
+def test_a_part_whose_type_is_no_word_is_what_it_holds(engine, gateway, kind):
+    part = {**image(data_uri()), "type": kind}
+    assert post(gateway, asking(part)).status_code == 200
+    assert engine.chat()["messages"][0]["content"][0]["type"] == "image_embeds"
+
+
 def test_media_by_the_thousand_are_refused_before_any_encoder_hears_of_them(engine, gateway):
     answer = post(gateway, chat(*["!"] * 3000))
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
@@ -336,10 +372,10 @@ def test_a_token_is_asked_for_where_one_is_set(server, engine, tmp_path):
         GatewaySettings(("encoder:1",), "http://e")
 
 
-def test_an_environment_that_is_wrong_is_said_at_the_start(monkeypatch):
-    monkeypatch.setenv("TECTUM_REPLICAS", "2")
-    with pytest.raises(StartupError, match="replicas"):
-        create_app(GatewaySettings(("http://e",), "http://e"))
+def test_an_encoders_environment_is_not_the_gateways(monkeypatch):
+    monkeypatch.setenv("TECTUM_REPLICAS", "2")  # which needs another setting beside it
+    monkeypatch.setenv("TECTUM_MAX_BODY_BYTES", "1024")
+    create_app(GatewaySettings(("http://e",), "http://e"))
 
 
 def test_bodies_are_taken_apart_without_decoding_their_large_strings():

@@ -655,6 +655,12 @@ raw(
     "400 invalid_request",
     HEAD + AUTH + b"Content-Encoding: gzip\r\nContent-Length: 5\r\n\r\nhello",
 )
+raw(
+    "D33",
+    "a body that its transfer compresses",
+    "400 invalid_request",
+    HEAD + AUTH + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+)
 
 raw(
     "D32",

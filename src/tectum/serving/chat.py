@@ -6,6 +6,7 @@ and nothing is sent: that is `gateway.py`'s.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,18 +54,22 @@ class Chat:
     def read(data: bytes) -> Chat | None:
         """The request, or None when it is not one with media: then it is the engine's to read.
 
-        Raises BadRequestError for media that the encoders cannot take, or too many, and for JSON that is nested too deeply.
+        Raises BadRequestError for media that the encoders cannot take, or too many, and for what an engine might read though
+        it is no JSON (NaN, for one) or nested too deeply.
         """
         try:
             body = _object(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise BadRequestError("invalid_request", "The request is not a JSON object in UTF-8") from None
+        except RecursionError:
+            raise BadRequestError("invalid_request", "The request's JSON is nested too deeply") from None
+        try:
             messages = [_object(message) for message in _parts(body["messages"])]
             chat = Chat(body, messages)
             for index, message in enumerate(messages):
                 chat._look_at(index, message.get("content", Raw(b"null")))
         except (msgspec.DecodeError, KeyError, UnicodeDecodeError):
             return None
-        except RecursionError:
-            raise BadRequestError("invalid_request", "The request's JSON is nested too deeply") from None
         return chat if chat.media else None
 
     def _look_at(self, index: int, whole: Raw) -> None:
@@ -75,7 +80,8 @@ class Chat:
             if _first(raw) != b"{":
                 continue
             part = _object(raw)
-            kind = _string(part["type"]) if "type" in part else ""
+            named = part.get("type", Raw(b"null"))
+            kind = _string(named) if _first(named) == b'"' else ""
             if not kind:  # vLLM takes parts that do not say what they are
                 kind = next((name for name in _MEDIA if name in part), "")
             if kind in _REFUSED:
@@ -121,6 +127,11 @@ class Chat:
         where = {rows.key: {"encoder": rows.encoder, "req_id": rows.req_id} for rows in reversed(held)}
         body["ec_transfer_params"] = {"tectum": where}
         return msgspec.json.encode(body)
+
+
+def is_in_utf8(data: bytes) -> bool:
+    """Whether JSON is in UTF-8 without a mark, as it must be (RFC 8259, 8.1). Some engines take it in other forms, too."""
+    return b"\0" not in data[:4] and not data.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
 
 
 def _first(raw: Raw) -> bytes:

@@ -235,7 +235,9 @@ def bootstrap_app(registry: Registry, host: str, token_file: Path | None, probe_
     async def listed() -> Response:
         return JSONResponse({"encoder_urls": registry.listed(time.monotonic())})
 
-    door = Settings(host=host, token_file=token_file, max_body_bytes=MOST_BODY, max_bodies_bytes=MOST_BODIES)
+    door = Settings.model_construct(
+        host=host, token_file=token_file, max_body_bytes=MOST_BODY, max_bodies_bytes=MOST_BODIES
+    )
     return Guard(
         app,
         settings=door,

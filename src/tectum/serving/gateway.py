@@ -30,9 +30,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tectum.config import Settings, is_loopback
 from tectum.engines.address import server_url
 from tectum.engines.tls import HUNG_UP, client_context, handshake_failure, papers
-from tectum.errors import InternalError, StartupError, TectumError, UnavailableError
+from tectum.errors import BadRequestError, InternalError, StartupError, TectumError, UnavailableError
 from tectum.observe import logs
-from tectum.serving.chat import Chat, Held, Medium, form_of
+from tectum.serving.chat import Chat, Held, Medium, form_of, is_in_utf8
 from tectum.serving.connection import ConnectionLimits
 from tectum.serving.guard import BodyBudget, Guard, Tokens
 from tectum.serving.listen import http_within, nobody, serve_until_signal
@@ -313,8 +313,11 @@ class Gateway:
             work.result()
 
     async def _serve(self, scope: Scope, body: bytes, send: Send) -> None:
-        chat = None
-        if scope["path"] == CHAT and scope["method"] == "POST" and any(mark in body for mark in _MARKS):
+        _check_path(scope["path"])
+        chat, asks = None, scope["path"] == CHAT and scope["method"] == "POST"
+        if asks and not is_in_utf8(body):
+            raise BadRequestError("invalid_request", "The request is not a JSON object in UTF-8")
+        if asks and any(mark in body for mark in _MARKS):
             chat = Chat.read(body) if len(body) < IN_THREAD else await asyncio.to_thread(Chat.read, body)
         if chat is None:
             await self._forward(scope, body, send)
@@ -387,8 +390,8 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
 
 
 def _door(settings: GatewaySettings) -> Settings:
-    """The limits of an encoder's door, for this one. Raises StartupError for what the environment makes of them."""
-    return Settings.load(
+    """The limits of an encoder's door, by their defaults: what the environment says is for encoders."""
+    return Settings.model_construct(
         host=settings.host,
         token_file=settings.token_file,
         max_body_bytes=settings.max_body_bytes,
@@ -404,6 +407,12 @@ def run(settings: GatewaySettings) -> int:
     config = http_within(limits, create_app(settings), timeout_graceful_shutdown=GRACE)
     serve_until_signal(config, settings.host, settings.port, "ready")
     return 0
+
+
+def _check_path(path: str) -> None:
+    """Raises BadRequestError for a path that would lead elsewhere once it is normalised: to chat, say, past this gateway."""
+    if any(segment in ("", ".", "..") for segment in path.split("/")[1:-1]) or path.endswith(("/.", "/..")):
+        raise BadRequestError("invalid_request", "A path with empty or dotted segments is not passed on")
 
 
 def _is_https(url: str) -> bool:

@@ -280,10 +280,10 @@ class Guard:
         if coming and b"upgrade" in headers and b"upgrade" in headers.get(b"connection", b"").lower():
             # the parser skips the body of such a request; some clients (Java's, by default) ask it of every call
             raise BadRequestError("invalid_request", "No other protocol is spoken here: send the body without Upgrade")
-        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            raise BadRequestError(
-                "invalid_request", "Compressed bodies are not taken: send it without Content-Encoding"
-            )
+        plain = headers.get(b"content-encoding", b"identity").lower() == b"identity"
+        if not plain or headers.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+            text = "Compressed bodies are not taken: send it without Content-Encoding, and chunked at most"
+            raise BadRequestError("invalid_request", text)
         check_size(declared, self._settings.max_body_bytes)
         self._budget.check(declared)
 
