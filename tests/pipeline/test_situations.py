@@ -491,7 +491,7 @@ def test_a_push_call_returns_when_every_receiver_has_its_rows():
 def test_a_push_call_that_hangs_up_while_its_rows_are_on_their_way_is_delivered():
     async def test(pipeline, work):
         gate = work.gate("send", ONE.address)
-        call = start(pipeline.deliver(request(), [ONE], 1))
+        call = start(pipeline.deliver(request(), [ONE]))
         await gate.reached.wait()
         call.cancel()
         await asyncio.wait([call])
@@ -507,7 +507,7 @@ def test_a_push_call_that_hangs_up_while_its_rows_are_on_their_way_is_delivered(
 def test_a_push_call_names_its_receivers_itself_under_an_id_that_was_used_before():
     async def test(pipeline, work):
         await inline(pipeline, request())  # an earlier life of the id leaves a tombstone
-        assert (await pipeline.deliver(request(), [ONE, TWO], 2)).rows == 4
+        assert (await pipeline.deliver(request(), [ONE, TWO])).rows == 4
         assert sorted(work.sent) == [ONE.address, TWO.address]
 
     scenario(test)
@@ -541,7 +541,7 @@ def test_what_waits_for_a_lost_encoder_fails_at_once_and_staged_rows_stay():
 def test_receivers_are_told_at_a_shutdown_too():
     async def test(pipeline, work):
         gate = work.gate("encode", "r")
-        call = start(pipeline.deliver(request(), [ONE, TWO], 2))
+        call = start(pipeline.deliver(request(), [ONE, TWO]))
         await gate.reached.wait()
         draining = start(pipeline.drain(4))
         await refused(call, "shutting_down", 503)

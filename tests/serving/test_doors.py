@@ -296,7 +296,6 @@ def test_a_token_may_belong_to_a_tenant(tmp_path):
     assert [tokens.tenant_of(f"Bearer {name}".encode()) for name in ("free", "mine", "yours", "alice")] == [
         "", "alice", "bob & sons", None,
     ]  # fmt: skip
-    assert tokens.first == "free"
 
 
 def test_the_name_of_the_scheme_has_no_case(tmp_path):

@@ -13,8 +13,6 @@ from tectum.errors import StartupError, TectumError
 from tectum.media.decode import Looked
 from tectum.types import EncodeRequest, ItemMetadata, Modality, RequestMetadata
 
-PREFIX = "null:"
-
 
 class NullUnit:
     """Offers what an `EncoderUnit` offers."""

@@ -37,7 +37,7 @@ def papers(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) 
 
 
 def bearer_token(token_file: Path | None) -> str | None:
-    """The token to send: the first word of the file, None where there is no file.
+    """The token to send to others: the first word of the file, None where there is no file.
 
     Raises StartupError `invalid_settings` for a file that cannot be read, or holds no word.
     """

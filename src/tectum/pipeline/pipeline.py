@@ -58,6 +58,7 @@ from tectum.lifecycle.ledger import Ledger, Limits, unknown
 from tectum.lifecycle.machine import outcome_error
 from tectum.pipeline.batcher import Batcher
 from tectum.pipeline.fingerprint import fingerprint
+from tectum.pipeline.threads import looked_at
 from tectum.pipeline.work import Job, Observer, PreparedPart, Staged, Work
 from tectum.types import Destination, EncodeRequest, RequestMetadata
 
@@ -152,15 +153,13 @@ class Pipeline:
             self._handle(CallerLeft(life, waiter))
             raise
 
-    async def deliver(
-        self, request: EncodeRequest, destinations: Sequence[Destination] = (), receive_count: int = 0
-    ) -> RequestMetadata:
+    async def deliver(self, request: EncodeRequest, destinations: Sequence[Destination] = ()) -> RequestMetadata:
         """Encode `request` for the receivers that register for it; returns when every one of them has its rows.
 
-        destinations: receivers that are known already; `receive_count` will register in all (0: not said).
+        destinations: receivers that are known already.
         Raises MMError: what the encode failed with, or the error of a delivery that failed for good.
         """
-        _, _, metadata = await self._call(request, Delivery.PUSH, tuple(destinations), receive_count)
+        _, _, metadata = await self._call(request, Delivery.PUSH, tuple(destinations))
         assert isinstance(metadata, RequestMetadata), "a delivered request was prepared"
         return metadata
 
@@ -275,11 +274,7 @@ class Pipeline:
     # --- the caller's side of one request ---
 
     async def _call(
-        self,
-        request: EncodeRequest,
-        delivery: Delivery,
-        destinations: tuple[Destination, ...] = (),
-        receive_count: int = 0,
+        self, request: EncodeRequest, delivery: Delivery, destinations: tuple[Destination, ...] = ()
     ) -> tuple[int, int, Any]:
         """Accept (or join) and await the answer: the life, the waiter that this caller is, and what it was woken with.
 
@@ -300,8 +295,8 @@ class Pipeline:
             job = self._jobs[life] = Job(life, request, now)
             self._observe(methodcaller("accepted", job, time.perf_counter() - came))
             job.walk = self._spawn(self._walk(job))
-        if destinations or receive_count:  # in the turn of the Accept, so that they are this life's
-            self._handle(Register(request.req_id, destinations, receive_count, next(self._numbers)))
+        if destinations:  # in the turn of the Accept, so that they are this life's
+            self._handle(Register(request.req_id, destinations, 0, next(self._numbers)))
         try:
             return life, waiter, await future
         except asyncio.CancelledError:
@@ -524,7 +519,8 @@ class Pipeline:
     def _new_waiter(self) -> tuple[int, asyncio.Future[Any]]:
         waiter = next(self._numbers)
         future = self._futures[waiter] = self._loop.create_future()
-        future.add_done_callback(_looked_at)
+        # an answer that comes in the very tick in which its caller left is nobody's, and no defect
+        future.add_done_callback(looked_at)
         return waiter, future
 
     def _forget(self, waiter: int, event: LedgerEvent) -> None:
@@ -568,12 +564,6 @@ class Pipeline:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _looked_at(future: asyncio.Future[Any]) -> None:
-    """An answer that comes in the very tick in which its caller left is nobody's, and no defect."""
-    if not future.cancelled():
-        future.exception()
 
 
 def _prepared(job: Job) -> PreparedPart:

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp
 
 from tectum.config import Settings, is_loopback
 from tectum.engines.address import server_url
+from tectum.engines.tls import bearer_token
 from tectum.errors import BadRequestError, StartupError, UnavailableError
 from tectum.serving import problems
 from tectum.serving.connection import ConnectionLimits
@@ -67,7 +68,8 @@ async def announced(servers: Sequence[str], url: str, health: Health, settings: 
     if not servers:
         yield
         return
-    headers = _authorization(settings.encoder_register_token_file)
+    token = bearer_token(settings.encoder_register_token_file)
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     async with httpx2.AsyncClient(timeout=CALL_TIMEOUT, headers=headers, trust_env=False) as http:
         beats = [
             asyncio.create_task(_keep_registered(http, server, url, health, settings.register_interval))
@@ -80,16 +82,6 @@ async def announced(servers: Sequence[str], url: str, health: Health, settings: 
                 beat.cancel()
             await asyncio.gather(*beats, return_exceptions=True)
             await asyncio.gather(*(_unregister(http, server, url) for server in servers))
-
-
-def _authorization(path: Path | None) -> dict[str, str]:
-    """Raises StartupError `invalid_settings` for a token file that holds none."""
-    if path is None:
-        return {}
-    try:
-        return {"Authorization": f"Bearer {path.read_text().splitlines()[0].strip()}"}
-    except (OSError, UnicodeDecodeError, IndexError):
-        raise StartupError("invalid_settings", f"encoder_register_token_file: {path} cannot be read") from None
 
 
 async def _keep_registered(http: httpx2.AsyncClient, server: str, url: str, health: Health, interval: float) -> None:

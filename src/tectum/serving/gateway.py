@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tectum.config import Settings, is_loopback
 from tectum.engines.address import server_url
-from tectum.engines.tls import HUNG_UP, client_context, handshake_failure, papers
+from tectum.engines.tls import HUNG_UP, bearer_token, client_context, handshake_failure, papers
 from tectum.errors import BadRequestError, InternalError, StartupError, TectumError, UnavailableError
 from tectum.observe import logs
 from tectum.serving.chat import Chat, Held, Medium, form_of, is_in_utf8
@@ -271,7 +271,10 @@ class Gateway:
     """The ASGI application; `create_app` puts the guard before it."""
 
     def __init__(self, settings: GatewaySettings) -> None:
-        encoder_token, engine_token = _token(settings.encoder_token_file), _token(settings.engine_token_file)
+        encoder_token, engine_token = (
+            bearer_token(settings.encoder_token_file),
+            bearer_token(settings.engine_token_file),
+        )
         tls = settings.context()
         self._encoders = Encoders(settings.encoders, encoder_token, settings.encode_timeout, tls)
         self._engine_auth = None if engine_token is None else f"Bearer {engine_token}".encode()
@@ -448,10 +451,6 @@ def _note(error: httpx2.TransportError, who: str, url: str) -> str:
 def _netloc(url: str) -> str:
     """Host and port, without the credentials that a URL may hold."""
     return httpx2.URL(url).netloc.decode("ascii")
-
-
-def _token(file: Path | None) -> str | None:
-    return None if file is None else Tokens(file).first
 
 
 def _openai_error(error: TectumError) -> JSONResponse:

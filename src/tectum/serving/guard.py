@@ -73,11 +73,6 @@ class Tokens:
             found = tenant if hmac.compare_digest(given, token) else found
         return found
 
-    @property
-    def first(self) -> str:
-        """The token to send to others, where the file is one's own."""
-        return self._tokens[0][0].decode()
-
     def _reload(self) -> None:
         stamp = self._look()
         if stamp is None or stamp == self._stamp:

@@ -25,7 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from tectum.bench import null
 from tectum.config import Settings
 from tectum.delivery.staging import StagingMap
 from tectum.errors import InternalError, StartupError, TectumError
@@ -286,8 +285,10 @@ def _one_thread() -> None:
 
 def _load(line: Line, start: messages.Start, settings: Settings) -> Any:
     """The encoder, loaded and warm; the service hears of the progress."""
-    if start.model.startswith(null.PREFIX):
-        return null.NullUnit(start.model)
+    if start.model.startswith("null:"):
+        from tectum.bench.null import NullUnit
+
+        return NullUnit(start.model)
     import torch
 
     from tectum.media.policy import MediaPolicy
