@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from rich.table import Table
 
 from bench.report import machine
 from bench.sections import ENVIRONMENT
+from tectum.bench.plan import Plan, Size
+from tectum.bench.run import measure
 from tectum.demo.encoder_process import EncoderProcess
 from tectum.demo.engines.server import free_port, serving
 from tectum.demo.engines.sglang import environment
@@ -35,7 +38,8 @@ TARGET_RATIO, TARGET_DELIVERY = 1.5, 0.9
 TWO = "two processes"
 #: of two processes against SGLang's encoder, by the side of the picture
 TARGET_TWO = {224: 2.0, 448: 3.0}
-ROW_BYTES = 64 * 4  # of the tiny checkpoint
+#: seconds of load before each measurement
+WARM_UP = 2.0
 
 
 def main() -> int:
@@ -136,14 +140,14 @@ def sglang_encoder(folder: Path, threads: int, log: Path) -> Iterator[str]:
 
 
 def load(name: str, url: str, side: int, clients: int, seconds: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.sglang_load", url, str(side), str(clients), str(seconds), str(ROW_BYTES)]
-    output = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=seconds + 120)
-    if output.returncode:
-        raise RuntimeError(f"the load on {name} failed ({side}×{side}, {clients} clients): {output.stderr[-600:]}")
-    result = json.loads(output.stdout)
-    if result["unanswered"] and not name.startswith("sglang"):
-        raise RuntimeError(f"{result['unanswered']} calls had no answer after all rows had come")
-    return {**result, "rate": result["pictures"] / result["seconds"]}
+    """What `tectum bench --protocol sglang` measures. Whatever did not bring its rows ends the benchmark."""
+    plan = Plan(url, seconds, clients, sizes=(Size(side, side),), repeat_share=1.0, protocol="sglang", timeout=30.0)
+    measure(replace(plan, seconds=WARM_UP))
+    result = measure(plan)
+    (kind,) = result["kinds"].values()
+    if set(kind["outcomes"]) != {"ok"}:
+        raise RuntimeError(f"the load on {name} failed ({side}×{side}, {clients} clients): {kind['outcomes']}")
+    return {**kind, "generator_cpu_share": result["generator_cpu_share"]}
 
 
 def summary(rounds: list[dict[str, Any]], mine: str) -> dict[str, Any]:

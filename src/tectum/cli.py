@@ -261,7 +261,9 @@ def bench(
     cancel_share: Annotated[float, typer.Option(min=0, max=1, help="Share of callers that hang up early.")] = 0.0,
     cancel_within: Annotated[float, typer.Option(min=0, help="Seconds within which those hang up.")] = 0.1,
     processes: Annotated[int, typer.Option(min=1, help="Processes that send.")] = 1,
-    protocol: Annotated[str, typer.Option(help="What to speak: native.")] = "native",
+    protocol: Annotated[
+        str, typer.Option(help="What to speak: native, or sglang (its doors; rows come here over ZeroMQ).")
+    ] = "native",
     probe: Annotated[
         float | None, typer.Option(min=0.001, help="Ask for health and releases every so many seconds, too.")
     ] = None,

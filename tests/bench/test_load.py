@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import httpx2
@@ -24,7 +25,7 @@ from tectum.bench import report
 from tectum.bench.generator import Books, Sender, closed_loop
 from tectum.bench.link import Links
 from tectum.bench.null import NullUnit
-from tectum.bench.pictures import Deck, distinct, jpegs
+from tectum.bench.pictures import Deck, Draw, distinct, jpegs
 from tectum.bench.plan import Plan, Size
 from tectum.bench.protocols import PROTOCOLS
 from tectum.bench.run import add_up, measure, quantiles
@@ -225,6 +226,53 @@ def test_the_server_counted_what_the_load_says(server):
         assert probe["outcomes"] == {"ok": probe["sent"]}
         assert probe["latency_ms"]["p50"] > 0
     assert "send_lag_ms" not in result
+
+
+@pytest.fixture(scope="module")
+def sglangs(tiny):
+    """A server with SGLang's doors open."""
+    flags = ("--forward-threads", "1", "--log-level", "warning", "--transfer-backend", "zmq_to_scheduler")
+    with EncoderProcess(tiny, *flags, "--allow-private-urls") as process:
+        yield process
+
+
+def test_a_load_in_sglangs_protocol_waits_for_its_rows(sglangs):
+    plan = Plan(sglangs.url, seconds=1.0, clients=3, sizes=(SMALL,), protocol="sglang", slow_share=0.2)
+    before = gauges(sglangs).get('encoder_releases_total{reason="delivered"}', 0)
+    result = measure(plan, probe=0.05, slow_seconds=0.1)
+    kinds = result["kinds"]
+    assert [kind["outcomes"] for kind in kinds.values()] == [{"ok": kind["sent"]} for kind in kinds.values()]
+    until(lambda: nothing_is_held(sglangs))
+    delivered = gauges(sglangs)['encoder_releases_total{reason="delivered"}'] - before
+    assert delivered == result["sent"] + 2  # and one of each kind that was tried first
+    assert kinds["slow"]["latency_ms"]["p50"] >= 100
+    (probed,) = result["probes"].values()
+    assert probed["outcomes"] == {"ok": probed["sent"]}
+
+
+@pytest.mark.parametrize(
+    ("picture", "code"), [(b"no picture", "unsupported_media"), (b"", "empty_media")], ids=["no picture", "nothing"]
+)
+def test_what_sglangs_door_refuses_is_booked_by_its_code(sglangs, picture, code):
+    async def ask() -> str:
+        plan = Plan(sglangs.url)
+        links, speaker = Links(plan.url), PROTOCOLS["sglang"](plan)
+        async with asyncio.timeout(20):
+            outcome = await speaker.encode(links, Draw(SMALL, picture, "", None))
+        speaker.close()
+        links.close()
+        return outcome.code
+
+    assert asyncio.run(ask()) == code
+    until(lambda: nothing_is_held(sglangs))
+
+
+def test_callers_in_sglangs_protocol_that_hang_up_leave_nothing_behind(sglangs):
+    plan = Plan(sglangs.url, seconds=1.0, clients=6, sizes=(SMALL,), protocol="sglang")
+    result = measure(replace(plan, cancel_share=0.5, cancel_within=0.02))
+    outcomes = result["kinds"]["inline"]["outcomes"]
+    assert set(outcomes) == {"ok", "cancelled"}
+    until(lambda: nothing_is_held(sglangs))
 
 
 def test_slow_urls_take_as_long_as_their_server_and_the_others_do_not(null):

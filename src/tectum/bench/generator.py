@@ -76,7 +76,7 @@ class Sender:
         patience = self._plan.timeout if draw.cancel_after is None else draw.cancel_after
         try:
             async with asyncio.timeout(patience):
-                outcome = await self._exchange(draw)
+                outcome = await self._speaker.encode(self._links, draw)
         except TimeoutError:
             outcome = Outcome("no_answer" if draw.cancel_after is None else "cancelled")
         except ConnectionError:
@@ -85,13 +85,6 @@ class Sender:
         if outcome.timing:
             self._books.add_timing(outcome.timing)
         return outcome.code
-
-    async def _exchange(self, draw: Draw) -> Outcome:
-        link = await self._links.take()
-        try:
-            return await self._speaker.encode(link, draw)
-        finally:
-            self._links.give_back(link)
 
 
 async def closed_loop(plan: Plan, deck: Deck, sender: Sender, books: Books) -> None:
@@ -123,16 +116,15 @@ async def open_loop(plan: Plan, deck: Deck, sender: Sender, books: Books) -> Non
 
 
 async def probe(plan: Plan, links: Links, speaker: Speaker, books: Books) -> None:
-    """Ask for health, and release something, in turn."""
+    """Ask for what the protocol has, in turn."""
     assert plan.probe is not None, "a probe has an interval"
-    number = 0
+    probes, number = list(speaker.probes.items()), 0
     while (due := time.perf_counter()) < books.until:
-        kind, outcome = ("release" if number % 2 else "live"), "ok"
+        kind, ask = probes[number % len(probes)]
+        outcome = "ok"
         try:
             async with asyncio.timeout(plan.timeout):
-                link = await links.take()
-                await (speaker.release(link, number) if kind == "release" else speaker.live(link))
-                links.give_back(link)
+                await ask(links, number)
         except TimeoutError:
             outcome = "no_answer"
         except ConnectionError:
@@ -171,6 +163,7 @@ async def run(plan: Plan) -> None:
         await work
     finally:
         saying.cancel()
+        speaker.close()
         links.close()
     _say(books.to_json(time.process_time() - cpu, time.perf_counter() - started))
 

@@ -65,9 +65,7 @@ async def try_once(plan: Plan) -> None:
         draw = Deck(replace(plan, slow_share=share, cancel_share=0.0, pictures=1)).draw()
         try:
             async with asyncio.timeout(plan.timeout):
-                link = await links.take()
-                outcome = await speaker.encode(link, draw)
-                links.give_back(link)
+                outcome = await speaker.encode(links, draw)
         except (ConnectionError, TimeoutError):
             text = f"No encoder server answers at {links.host}:{links.port}"
             raise UnavailableError("server_unreachable", text) from None
@@ -77,6 +75,7 @@ async def try_once(plan: Plan) -> None:
             raise UnavailableError(
                 "server_unreachable", f"The server's first answer is not understood ({outcome.code})"
             )
+    speaker.close()
     links.close()
 
 
