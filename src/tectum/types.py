@@ -67,6 +67,7 @@ class EncodeRequest:
     """One part of one user request: all its items go through one encoder and share one fate.
 
     tenant: on whose behalf; rows are never shared between tenants. content_keys: whether the metadata names its content.
+    fresh: it is encoded whatever is known of its content, and nothing of it is kept.
     """
 
     req_id: str
@@ -78,6 +79,7 @@ class EncodeRequest:
     delivery: Literal["inline", "hold"] = "inline"
     tenant: str = ""
     content_keys: bool = False
+    fresh: bool = False
 
     @property
     def modality(self) -> Modality:

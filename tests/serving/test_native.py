@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 from tectum import AsyncClient, Client, Encoder
+from tectum.demo.encoder_process import EncoderProcess
 from tectum.errors import BadRequestError, LifecycleError, TectumError, UnavailableError
 from tests import zoo
 
@@ -401,6 +402,39 @@ def test_no_path_leads_to_the_name_in_the_host_header(server, path):
 def test_health_is_where_engines_have_it(server):
     answer = httpx2.get(f"{server.url}/health")
     assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
+
+
+def test_an_idle_server_encodes_when_it_is_asked_whether_it_can(server):
+    before = gauges(server)
+    answer = httpx2.get(f"{server.url}/health/encode").json()
+    assert (answer["status"], answer["rows"]) == ("encoded", 64)
+    assert 0 < answer["seconds"] < 10
+    made = 'encoder_rows_total{modality="image"}'
+    assert gauges(server)[made] == before.get(made, 0) + 64
+    assert nothing_is_held(server)
+
+
+def test_a_busy_server_is_asked_how_its_work_goes(server, client):
+    """A request that waits for its turn: the probe neither joins the queue nor waits for it."""
+    pictures = [jpeg(1400, 1400, seed) for seed in range(6)]
+    running = threading.Thread(target=client.encode, args=(pictures,))
+    running.start()
+    until(lambda: gauges(server)["encoder_live_requests"] == 1)
+    answer = httpx2.get(f"{server.url}/health/encode").json()
+    running.join(60)
+    assert answer["status"] == "busy"
+    assert answer["stalled_s"] < 10
+
+
+def test_a_self_test_is_encoded_anew_and_kept_nowhere(tiny):
+    with EncoderProcess(
+        tiny, "--forward-threads", "1", "--log-level", "warning", "--cache-bytes", "1000000"
+    ) as process:
+        for _ in range(2):
+            assert httpx2.get(f"{process.url}/health/encode").json()["status"] == "encoded"
+        seen = gauges(process)
+        assert seen['encoder_rows_total{modality="image"}'] == 128
+        assert (seen["encoder_cache_queries_total"], seen["encoder_cache_bytes"]) == (0, 0)
 
 
 def test_a_server_that_is_not_there(server):

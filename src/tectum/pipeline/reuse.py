@@ -44,7 +44,7 @@ class Reuse:
 
     def wanted(self, request: EncodeRequest) -> bool:
         """Whether content keys are worked out at all: the caller asks for them, or something is kept under them."""
-        return request.content_keys or self.cache.max_bytes > 0
+        return not request.fresh and (request.content_keys or self.cache.max_bytes > 0)
 
     async def prepare(
         self, request: EncodeRequest, revision: str, prepare: Callable[[EncodeRequest], Awaitable[PreparedPart]]

@@ -86,7 +86,7 @@ def _refusal(path: str, error: TectumError, req_id: str | None = None) -> Respon
 
 
 def _add_health(app: FastAPI, pipeline: Pipeline, pool: WorkerPool, health: Health) -> None:
-    """Probes. None of them waits for work, so that they never queue behind it."""
+    """Probes. None of them waits for others' work, so that they never queue behind it."""
 
     @app.head("/health/live", include_in_schema=False)
     @app.get("/health/live", tags=["health"], summary="The process answers")
@@ -105,6 +105,11 @@ def _add_health(app: FastAPI, pipeline: Pipeline, pool: WorkerPool, health: Heal
         """Unhealthy when an encoder with pending work has finished no step for three quarters of `--stall-timeout`."""
         stalled = health.check_progress()
         return JSONResponse({"status": "progressing", "stalled_s": round(stalled, 3), "workers": pool.describe()})
+
+    @app.get("/health/encode", tags=["health"], summary="A small item is encoded")
+    async def encode() -> Response:
+        """The whole walk but for fetching and delivery, where nothing else is to do; a busy server's own work says as much."""
+        return JSONResponse(await health.check_encode())
 
 
 def _add_short_health(app: FastAPI, health: Health) -> None:
