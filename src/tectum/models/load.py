@@ -26,7 +26,6 @@ from tectum.models import skeleton
 from tectum.models.features import MODALITY_OF, FeaturesAdapter, Processors
 from tectum.models.layout import lay_out_patch_embeddings
 from tectum.models.registry import adapter_for
-from tectum.models.torchvision_compat import ensure_torchvision
 from tectum.types import DTYPE_BYTES, ClipInfo, MediaInfo, Modality, PictureInfo, RecordingInfo
 
 if TYPE_CHECKING:
@@ -167,7 +166,6 @@ def _look_at(model: str, tell: Progress) -> _Found:
     config_json = _read_config(folder)
     architecture = _architecture(config_json)
     cls = adapter_for(architecture)
-    ensure_torchvision()
     config = skeleton.read_config(folder, cls)
     shapes, rename = _expected(cls, architecture, config)
     weights = find_encoder(folder, shapes, rename, _configured_dtype(config_json))

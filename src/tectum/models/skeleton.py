@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tectum.errors import StartupError
+from tectum.models.torchvision_compat import ensure_torchvision
 
 if TYPE_CHECKING:
     from tectum.models.features import FeaturesAdapter
@@ -36,6 +37,7 @@ def read_config(folder: Any, cls: type[FeaturesAdapter]) -> Any:
     """
     import transformers
 
+    ensure_torchvision()  # transformers looks for it with the first class that it is asked for
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config = getattr(config, f"{THINKER}_config", None) or config
