@@ -6,8 +6,11 @@ a wrong place, are a wrong sentence.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -111,3 +114,13 @@ def test_an_encoder_that_registers_itself_is_found():
 
         until(answered, 20)
         assert gauges(encoder)['encoder_releases_total{reason="delivered"}'] >= 1
+
+
+def test_the_demo_drives_sglang_and_says_so():
+    command = [sys.executable, "-m", "tectum", "demo", "--engine", "sglang", "--engine-python", PYTHON, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = json.loads(done.stdout)
+    assert (said["engine"], said["answers_right"], len(said["answers"])) == ("SGLang 0.5.23", True, 4)
+    assert said["from_tectum"] == 4, "three pictures alone, and two in one request"
+    assert all(one["answer"] == one["expected"] == one["one_piece"] for one in said["answers"])
