@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -165,6 +166,59 @@ def test_a_stopped_encoder_turns_progress_unhealthy_and_is_replaced(tiny):
 
     with EncoderProcess(tiny, *FLAGS, "--stall-timeout", "3") as process:
         against(process, watched)
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """Servers that start inside have `plant.py` in their encoder processes."""
+    (tmp_path / "sitecustomize.py").write_text((Path(__file__).parent / "plant.py").read_text())
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+
+
+def png(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    zoo.picture(width, height).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("picture", "said"), [(png(31, 17), "--stall-timeout"), (png(33, 17), "crashed")], ids=["hangs", "crashes"]
+)
+@pytest.mark.parametrize("beside", [False, True], ids=["between forwards", "in a thread"])
+def test_what_a_decoder_hangs_or_crashes_over_is_its_callers_error(planted, tiny, picture, said, beside):
+    """Tried again, it would take the next encoder along: it is the caller's fault, and not the encoder's loss."""
+
+    async def test(caller: Caller):
+        assert await caller.serves()
+        (pid,) = await caller.pids()
+        large = 4_000_000 if beside else 0  # bytes behind the picture: what is large is prepared in a thread
+        answer = await caller.encode(picture + bytes(large))
+        problem = answer.json()
+        assert (answer.status_code, problem["code"], problem["retryable"]) == (400, "media_decode_failed", False)
+        assert said in problem["detail"]
+        await caller.until(caller.serves)
+        assert (await caller.pids()) != [pid]
+        assert await caller.nothing_is_held()
+
+    with EncoderProcess(tiny, *FLAGS, "--stall-timeout", "2") as process:
+        against(process, test)
+
+
+def test_a_neighbour_of_a_hanging_decoder_may_try_again(planted, tiny):
+    async def test(caller: Caller):
+        assert await caller.serves()
+        behind = bytes(4_000_000)
+        hanging = asyncio.create_task(caller.encode(png(31, 17) + behind))
+        neighbours = [asyncio.create_task(caller.encode(png(31, 17) + behind + bytes(n))) for n in (1, 2)]
+        answers = [answer.json() for answer in await asyncio.gather(hanging, *neighbours)]
+        assert {answer["code"] for answer in answers} <= {"media_decode_failed", "worker_lost"}
+        assert any(answer["code"] == "media_decode_failed" for answer in answers)
+        assert all(answer["retryable"] == (answer["code"] == "worker_lost") for answer in answers)
+        await caller.until(caller.serves)
+        assert await caller.nothing_is_held()
+
+    with EncoderProcess(tiny, *FLAGS, "--stall-timeout", "2") as process:
+        against(process, test)
 
 
 def test_a_service_that_stood_still_blames_no_encoder(tiny):

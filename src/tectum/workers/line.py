@@ -28,7 +28,7 @@ class EncoderLine:
     gone: done once the encoder is out of reach, by whatever cause; from then on nobody writes to staging memory for it.
     garbage: messages that were dropped because they do not decode, or were not asked for.
     pid: of its process. node: the machine it runs on, where that is not this one. card: its model's, once ready.
-    how: it ended, in words for the log, where that is known.
+    how: it ended, in words for the log, where that is known. crashed: by a fault in what it executed, not by somebody's hand.
     """
 
     pid = 0
@@ -40,6 +40,7 @@ class EncoderLine:
         self._loop = asyncio.get_running_loop()
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self.how = "unexpectedly"
+        self.crashed = False
         self._ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self._tell: Tell = _silent
         self._on_message: Callable[[FromEncoder], None] = _ignore

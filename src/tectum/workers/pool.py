@@ -37,6 +37,8 @@ PROVEN = 60.0
 USUAL_PATCHES = 1024
 #: seconds by which a look at an encoder may be late; beyond that this process itself stood still
 LATE = 0.5
+#: seconds beyond `--stall-timeout` that an encoder gets to say itself what hangs, and to end
+OWN_WORD = 1.5
 #: share of `--stall-timeout` that an encoder gets to say something after such a standstill, before it is looked at again
 ANEW = 0.25
 #: seconds between two looks at how many encoders are needed, where that number may change
@@ -149,7 +151,7 @@ class WorkerPool:
             await asyncio.shield(process.gone)
             log.error("encoder process %d (lane %d) ended %s; it is replaced", process.pid, lane.number, process.how)
             lane.process = None
-            self._forget_all(lane)
+            self._forget_all(lane, process.crashed)
             self.on_lane_lost(lane.number)
             self.restarts += 1
             delay = BACKOFF if self._loop.time() - began > PROVEN else max(delay, BACKOFF)
@@ -198,12 +200,24 @@ class WorkerPool:
     def _queued_patches(self) -> int:
         return sum(sum(lane.queued.values()) for lane in self._lanes)
 
-    def _forget_all(self, lane: _Lane) -> None:
-        """Its process is gone: whoever waits for it learns that."""
+    def _forget_all(self, lane: _Lane, crashed: bool = False) -> None:
+        """Its process is gone: whoever waits for it learns that.
+
+        One that crashed over the only media it was preparing, with no forward under way, crashed over those: to try them again
+        would take the next encoder along.
+        """
         pending, lane.pending = lane.pending, {}
+        alone = (
+            crashed and len(pending) == 1 and next(iter(pending)) in lane.queued
+        )  # where tickets are, and no batches
         lane.queued.clear()
         for future in pending.values():
-            if not future.done():
+            if future.done():
+                continue
+            if alone:
+                text = "The decoder or the processor crashed over these media"
+                future.set_exception(BadRequestError("media_decode_failed", text))
+            else:
                 future.set_exception(_worker_lost("The encoder process that worked on this request died; retry"))
 
     # --- what the stages ask ---
@@ -322,7 +336,7 @@ class WorkerPool:
         lane.watch = None
         if lane.process is None or not lane.pending:
             return
-        now, timeout = self._loop.time(), self._settings.stall_timeout
+        now, timeout = self._loop.time(), self._settings.stall_timeout + OWN_WORD
         idle = now - lane.last_step
         if now - due > LATE:
             log.warning("the service stood still for %.1f s; lane %d is looked at again", now - due, lane.number)

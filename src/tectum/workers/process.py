@@ -26,6 +26,10 @@ log = logging.getLogger("tectum.workers")
 #: glibc's allocator is to keep what it has: an encoder frees and takes blocks of the same sizes all the time, and what goes
 #: back to the system each time has to be faulted in again each time
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(512 * MIB), "MALLOC_MMAP_THRESHOLD_": str(512 * MIB)}
+#: signals by which a process ends over what it executed
+FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
+#: seconds that what a process said last may take to be read
+LAST_WORDS = 1.0
 
 
 class LocalProcesses:
@@ -56,11 +60,12 @@ class LocalProcesses:
 
 
 class WorkerProcess(EncoderLine, asyncio.Protocol):
-    """An encoder process of this machine; it is `gone` when the process has ended."""
+    """An encoder process of this machine; it is `gone` when the process has ended and what it said last was read."""
 
     def __init__(self) -> None:
         super().__init__()
         self._frames = messages.Frames()
+        self._ended = False
 
     async def spawn(self, staging_fd: int) -> None:
         """Start the process and connect to it."""
@@ -126,13 +131,27 @@ class WorkerProcess(EncoderLine, asyncio.Protocol):
             self._take(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.kill()  # a process that does not listen any more must not write either
+        self._transport = None
+        if self._ended:
+            self._finish()
+        else:
+            self.kill()  # a process that does not listen any more must not write either
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         code = self._process.wait()
         self.how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        self.crashed = -code in FAULTS
+        self._ended = True
+        if self._transport is None:
+            self._finish()
+        else:  # it ends once all was read, unless a child that lives on holds its other end
+            self._loop.call_later(LAST_WORDS, self._finish)
+
+    def _finish(self) -> None:
+        if self.gone.done():
+            return
         text = f"The encoder process ended {self.how} while starting; its log has more"
         self._answer_start(error=StartupError("invalid_checkpoint", text))
         self.gone.set_result(None)

@@ -20,14 +20,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from tectum.config import Settings
 from tectum.delivery.staging import StagingMap
-from tectum.errors import InternalError, StartupError, TectumError
+from tectum.errors import BadRequestError, InternalError, StartupError, TectumError
 from tectum.media.decode import Looked
 from tectum.observe import logs
 from tectum.types import Modality
@@ -42,6 +43,8 @@ SMALL_PIXELS = 2_000_000
 CUDA_PREPARE_THREADS = 4
 #: exit code of a process that its watchdog ended
 STALLED = 70
+#: seconds that its watchdog takes to say why
+LAST_WORDS = 1.0
 #: the answer to work that was forgotten before its turn
 FORGOTTEN = {"code": "request_released", "status": 410, "detail": "Nobody wants this any more"}
 
@@ -101,16 +104,16 @@ class Watchdog:
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        self._began: dict[object, float] = {}
+        self._began: dict[object, tuple[float, Callable[[], None]]] = {}
         self._busy = threading.Condition()
         threading.Thread(target=self._watch, name="tectum-watchdog", daemon=True).start()
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """One step of the work, however it ends."""
+    def step(self, blame: Callable[[], None]) -> Iterator[None]:
+        """One step of the work, however it ends. blame: tells whoever waits for it that it is why the process ends."""
         key = object()
         with self._busy:
-            self._began[key] = time.monotonic()
+            self._began[key] = time.monotonic(), blame
             if len(self._began) == 1:
                 self._busy.notify()
         try:
@@ -124,11 +127,21 @@ class Watchdog:
             with self._busy:
                 while not self._began:
                     self._busy.wait()
-                left = min(self._began.values()) + self._limit - time.monotonic()
-            if left <= 0:
+                now = time.monotonic()
+                late = [blame for began, blame in self._began.values() if began + self._limit <= now]
+                left = min(began for began, _ in self._began.values()) + self._limit - now
+            if late:
                 log.error("a step took longer than --stall-timeout %g s; this encoder process ends", self._limit)
+                telling = threading.Thread(target=_call_all, args=(late,), daemon=True)
+                telling.start()
+                telling.join(LAST_WORDS)  # the line may be what hangs
                 os._exit(STALLED)
             time.sleep(left)
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 class Worker:
@@ -197,7 +210,7 @@ class Worker:
             return
         started = time.perf_counter()
         try:
-            with self._watchdog.step():
+            with self._watchdog.step(partial(self._took_too_long, work.ticket)):
                 looked = self._unit.look(messages.from_prepare(work))
         except Exception as error:
             self._fail(work.ticket, error, "preparing")
@@ -215,7 +228,7 @@ class Worker:
             return
         started = time.perf_counter()
         try:
-            with self._watchdog.step():
+            with self._watchdog.step(partial(self._took_too_long, work.ticket)):
                 metadata, inputs = self._unit.prepare(messages.from_prepare(work), looked)
         except Exception as error:
             self._fail(work.ticket, error, "preparing")
@@ -231,7 +244,7 @@ class Worker:
             with self._changed:
                 inputs = [self._inputs[ticket] for ticket, _, _ in work.members]
             slots = [self._slots.memory(offset, nbytes) for _, offset, nbytes in work.members]
-            with self._watchdog.step():
+            with self._watchdog.step(_nobody):
                 landing = self._unit.forward(inputs, slots)
         except Exception as error:
             self._fail(work.batch, error, "encoding")
@@ -243,7 +256,7 @@ class Worker:
 
     def _land(self, work: Encode, slots: list[memoryview], landing: Any, started: float) -> None:
         try:
-            with self._watchdog.step():
+            with self._watchdog.step(_nobody):
                 errors = landing.wait()
             self._slots.hand_over(work.batch, slots, errors)
         except Exception as error:
@@ -257,12 +270,21 @@ class Worker:
         problems = [None if failure is None else messages.problem(failure) for failure in errors]
         self._line.send(Encoded(work.batch, problems, time.perf_counter() - started))
 
+    def _took_too_long(self, ticket: int) -> None:
+        """A hang is its own media's fault: others that this process worked on may be tried again, this may not."""
+        text = "The media took longer to decode and preprocess than --stall-timeout allows"
+        self._line.send(Failed(ticket, messages.problem(BadRequestError("media_decode_failed", text))))
+
     def _fail(self, number: int, error: Exception, doing: str) -> None:
         if not isinstance(error, TectumError):
             log.error("unexpected failure while %s", doing, exc_info=error)
             text = f"Unexpected {type(error).__name__} while {doing}; the server's log has more"
             error = InternalError("encode_failed", text)
         self._line.send(Failed(number, messages.problem(error)))
+
+
+def _nobody() -> None:
+    """A forward that hangs is nobody's fault: whoever waits for it learns that its encoder is lost."""
 
 
 def may_be_small(work: Prepare) -> bool:
