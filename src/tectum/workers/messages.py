@@ -29,7 +29,8 @@ class Message(msgspec.Struct, tag=True, array_like=True):
 
 
 class Start(Message):
-    """The first message. lane: which encoder this one is. settings: those of the service, as JSON-able values."""
+    """The first message. lane: which encoder this one is. settings: those given to the service, as
+    JSON-able values (`tectum.config.ToldSettings`)."""
 
     model: str
     lane: int
