@@ -321,7 +321,7 @@ def test_a_callers_trace_goes_through_the_gateway_to_the_encoder_and_to_the_engi
     ):
         sent = [
             {"traceparent": PARENT, "tracestate": "vendor=1,other=2"},
-            {"traceparent": OTHER, "tracestate": "vendor=" + "x" * 20_000},
+            {"traceparent": OTHER, "tracestate": ",".join(f"v{number}={'x' * 250}" for number in range(31))},
             {"traceparent": "\xff" * 300},
             {},
         ]
