@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 #: `traceparent` and `tracestate` of the call that is served in this context; doors set it
 caller: ContextVar[Mapping[str, str] | None] = ContextVar("tectum_trace_caller", default=None)
-#: headers that carry a caller's trace, and the characters of one that are taken: what W3C Trace Context asks to be passed on
+#: headers that carry a caller's trace (W3C Trace Context)
 HEADERS = ("traceparent", "tracestate")
+#: a longer one is left out: the standard asks for 512 characters of `tracestate`, and a gateway's next hop bounds its heads
 LONGEST = 512
 #: seconds that the last spans may take to leave
 PATIENCE = 3.0

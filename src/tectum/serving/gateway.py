@@ -222,8 +222,8 @@ class Encoders:
             pass  # the encoder is gone, and what it held with it; otherwise its time to live ends the hold
 
     async def ready(self) -> bool:
-        """Whether some encoder takes work."""
-        probes = (_is_ready(client, "/health/ready", "an encoder", url) for url, client in self._clients.items())
+        """Whether some encoder is up and well. They may all be full at this moment: text needs none of them."""
+        probes = (_is_ready(client, "/health", "an encoder", url) for url, client in self._clients.items())
         return any(await asyncio.gather(*probes))
 
     async def aclose(self) -> None:
