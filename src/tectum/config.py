@@ -11,9 +11,10 @@ import ipaddress
 import os
 import re
 import tomllib
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -119,8 +120,9 @@ class Settings(BaseSettings):
     )
     workers: int | str = Field(
         1,
-        description="Encoder processes, each with the encoder's weights, one a device on CUDA (1 to 256); or the Ray cluster "
-        "that runs them: ray://HOST:PORT (its Ray Client server), or ray://auto (on one of its nodes).",
+        description="Encoder processes, each with the encoder's weights (1 to 256): on CUDA they take the devices in turn, or "
+        "that of --device cuda:N, all of them; or the Ray cluster that runs them: "
+        "ray://HOST:PORT (its Ray Client server), or ray://auto (on one of its nodes).",
     )
     replicas: int = Field(1, ge=1, le=256, description="Encoders that Ray keeps up; only with --workers ray://….")
     max_replicas: int = Field(
@@ -168,7 +170,8 @@ class Settings(BaseSettings):
         32_768,
         ge=1,
         le=10_000_000,
-        description="Most input patches in one fused forward; larger requests run alone.",
+        description="Most input patches in one fused forward; larger requests run alone. Between two large requests, fused or "
+        "not, small ones of so many patches have their turn.",
     )
 
     # the life of a request
@@ -326,18 +329,18 @@ class Settings(BaseSettings):
         return given
 
     @model_validator(mode="after")
+    def _takes_effect(self) -> Settings:
+        """What was given, wherever it came from, has what it needs; what is empty asks for nothing."""
+        given = [name for name in type(self).model_fields if name in self.model_fields_set]
+        for name in given:
+            for need in _needs(name) if getattr(self, name) not in (None, "") else ():
+                if not need.met(self):
+                    raise ValueError(f"{name} has no effect without {need.words}")
+        return self
+
+    @model_validator(mode="after")
     def _fits_the_workers(self) -> Settings:
         if self.ray_address is None:
-            for name in (
-                "replicas",
-                "max_replicas",
-                "replica_patches",
-                "replica_timeout",
-                "workers_host",
-                "workers_port",
-            ):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"{name} is for --workers ray://… only; --workers N starts N processes here")
             return self
         if 0 < self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas is {self.max_replicas}, yet {self.replicas} replicas are kept up")
@@ -368,26 +371,12 @@ class Settings(BaseSettings):
         if not is_loopback(self.host) and self.token_file is None and self.tls_client_ca is None:
             text = "is reachable from outside: give --token-file (or --tls-client-ca), or listen on 127.0.0.1"
             raise ValueError(f"host {self.host} {text}")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together")
-        if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError("tls_client_ca has no effect without tls_cert and tls_key")
         return self
 
     @model_validator(mode="after")
     def _one_body_fits(self) -> Settings:
         if self.max_body_bytes > self.max_bodies_bytes:
             raise ValueError("max_body_bytes is above max_bodies_bytes, so that the largest body could never be taken")
-        return self
-
-    @model_validator(mode="after")
-    def _receivers_have_a_backend(self) -> Settings:
-        if self.grpc_port is not None and self.transfer_backend == "none":
-            raise ValueError("grpc_port opens SGLang's door, which needs a transfer_backend: zmq_to_scheduler, …")
-        if (self.zmq_curve_server_key_file is None) != (self.zmq_curve_secret_key_file is None):
-            raise ValueError("zmq_curve_server_key_file and zmq_curve_secret_key_file go together")
-        if self.zmq_curve_server_key_file is not None and self.transfer_backend == "none":
-            raise ValueError("zmq_curve_server_key_file has no effect without a transfer_backend")
         return self
 
     @classmethod
@@ -439,6 +428,20 @@ class Settings(BaseSettings):
         }
 
 
+class ToldSettings(Settings):
+    """The settings of a service, in another process that it told them to: `model_dump(mode="json", exclude_unset=True)`.
+
+    They were checked where they were given, and nothing of this process's own environment is added.
+    """
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """What is told, alone."""
+        return (init_settings,)
+
+
 @lru_cache(maxsize=256)  # asked of every request's Host
 def is_loopback(host: str) -> bool:
     """Whether `host` (a name or an IPv4/IPv6 address) can only be reached from this machine."""
@@ -454,6 +457,58 @@ def is_cluster(address: str) -> bool:
     """Whether `address` is `auto`, or a host and a port."""
     host, _, port = address.rpartition(":")
     return address == "auto" or bool(host and port.isascii() and port.isdigit() and 0 < int(port) < 65536)
+
+
+class _Need(NamedTuple):
+    """Without what a setting has no effect. words: as the error says it, after `without`."""
+
+    words: str
+    met: Callable[[Settings], bool]
+
+
+def _other(name: str) -> _Need:
+    return _Need(name, lambda settings: getattr(settings, name) not in (None, ""))
+
+
+def _room(name: str, outer: str) -> _Need:
+    """A bound that another one reaches first is none."""
+    return _Need(f"{outer} at or above it", lambda settings: bool(getattr(settings, name) <= getattr(settings, outer)))
+
+
+_RAY = _Need("workers ray://…; a number of workers starts processes here", lambda s: s.ray_address is not None)
+_SCALES = _Need("max_replicas above replicas", lambda s: s.max_replicas > s.replicas)
+_BACKEND = _Need("a transfer_backend: zmq_to_scheduler, …", lambda s: s.transfer_backend != "none")
+_MOONCAKE = _Need("transfer_backend mooncake", lambda s: s.transfer_backend == "mooncake")
+_ZMQ = _Need(
+    "a transfer_backend of ZeroMQ (zmq_to_scheduler, zmq_to_tokenizer); mooncake sends rows in the clear",
+    lambda s: s.transfer_backend.startswith("zmq_"),
+)
+#: the settings that have no effect without something else
+_NEEDS: tuple[tuple[tuple[str, ...], _Need], ...] = (
+    (("replicas", "max_replicas", "replica_patches", "replica_timeout", "workers_host", "workers_port"), _RAY),
+    (("replica_patches",), _SCALES),
+    (("tls_cert",), _other("tls_key")),
+    (("tls_key", "tls_client_ca"), _other("tls_cert")),
+    (
+        ("allowed_hosts",),
+        _Need("a loopback host and no token_file", lambda s: is_loopback(s.host) and s.token_file is None),
+    ),
+    (("grpc_port", "sglang_version", "receiver_networks", "max_receivers", "receiver_idle"), _BACKEND),
+    (("encoder_register_urls",), _BACKEND),
+    (("encoder_register_token_file", "advertise_url", "register_interval"), _other("encoder_register_urls")),
+    (("mooncake_protocol", "mooncake_device", "mooncake_host"), _MOONCAKE),
+    (("mooncake_device",), _Need("mooncake_protocol rdma", lambda s: s.mooncake_protocol == "rdma")),
+    (("zmq_curve_server_key_file",), _other("zmq_curve_secret_key_file")),
+    (("zmq_curve_secret_key_file",), _other("zmq_curve_server_key_file")),
+    (("zmq_curve_server_key_file",), _ZMQ),
+    (("max_request_patches",), _room("max_request_patches", "max_queued_patches")),
+    (("max_image_pixels",), _room("max_image_pixels", "max_request_pixels")),
+    (("max_fetched_bytes",), _room("max_fetched_bytes", "max_all_fetched_bytes")),
+)
+
+
+def _needs(name: str) -> list[_Need]:
+    return [need for names, need in _NEEDS if name in names]
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def destination(receiver: Receiver, session: str, address: int) -> MooncakeDesti
 
 def run(test: Any, **settings: Any) -> None:
     async def main() -> None:
-        chosen = Settings(**settings)
+        chosen = Settings(transfer_backend="mooncake", **settings)
         async with ZmqBackend(chosen) as messages, mooncake.MooncakeBackend(chosen, messages) as backend:
             await test(backend)
             assert not backend._copies

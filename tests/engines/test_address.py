@@ -11,6 +11,7 @@ from tectum.errors import StartupError
 from tectum.serving.discovery import bootstrap_urls
 from tectum.serving.gateway import GatewaySettings
 
+SGLANG = {"transfer_backend": "zmq_to_scheduler"}
 GOOD = "http://encoder-0:30100"
 BAD = [
     "encoder-0:30100",
@@ -46,8 +47,9 @@ def test_what_is_no_address_of_one_server_is_refused_at_the_start(take, url):
 @pytest.mark.parametrize("url", ["prefill:8997", "http://a:8997 http://b:8997", "http://a:8997;http://b:8997"])
 def test_bootstrap_servers_have_commas_between_them(url):
     with pytest.raises(StartupError, match="with commas between"):
-        bootstrap_urls(Settings(encoder_register_urls=url))
-    assert bootstrap_urls(Settings(encoder_register_urls="http://a:1/, http://b:2,")) == ["http://a:1", "http://b:2"]
+        bootstrap_urls(Settings(encoder_register_urls=url, **SGLANG))
+    two = Settings(encoder_register_urls="http://a:1/, http://b:2,", **SGLANG)
+    assert bootstrap_urls(two) == ["http://a:1", "http://b:2"]
 
 
 def test_a_password_in_an_address_is_not_repeated():

@@ -32,7 +32,7 @@ class Engine:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
         query = scope["query_string"].decode()
         self.seen.append((scope["method"], scope["path"] + (f"?{query}" if query else ""), headers, body))
         self.began.release()

@@ -245,6 +245,23 @@ def test_encoder_and_engine_down_are_503_that_say_so(server, engine):
         assert httpx2.get(f"{url}/health/live").status_code == 200
 
 
+def test_a_gateway_whose_encoders_are_full_is_ready(tiny, engine):
+    """Pictures are refused for a moment, with what the encoder says; text is not."""
+    flags = ("--forward-threads", "1", "--log-level", "warning", "--max-live-requests", "1")
+    with (
+        EncoderProcess(tiny, *flags) as full,
+        Client(full.url) as client,
+        running(engine) as engine_url,
+        running(create_app(GatewaySettings((full.url,), engine_url))) as url,
+    ):
+        client.hold(zoo.picture(112, 112), req_id="held")
+        assert httpx2.get(f"{full.url}/health/ready").status_code == 503
+        assert httpx2.get(f"{url}/health/ready").json() == {"status": "ready"}
+        answer = post(url, chat(data_uri()))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+        assert post(url, {"messages": []}).status_code == 200
+
+
 def test_the_same_content_goes_to_the_same_encoder_and_to_the_next_when_that_is_down(server, tiny, engine):
     with EncoderProcess(tiny, "--forward-threads", "1", "--log-level", "warning") as second:
         settings = GatewaySettings((server.url, second.url), "http://127.0.0.1:9")

@@ -287,6 +287,28 @@ def test_limits_at_the_door_say_when_to_come_back():
     assert all(error.status == 503 and error.retry_after >= 1 for error in refused)
 
 
+@pytest.mark.parametrize(
+    ("limit", "what"),
+    [
+        ({"max_live_requests": 1}, "1 live requests (limit 1)"),
+        ({"max_queued_patches": SIZE.patches}, f"{SIZE.patches} queued patches (limit {SIZE.patches})"),
+        ({"max_staged_bytes": SIZE.nbytes}, f"{SIZE.nbytes} staged bytes (limit {SIZE.nbytes})"),
+    ],
+)
+def test_it_says_that_it_is_full_exactly_while_it_refuses(limit, what):
+    ledger = Ledger(Limits(**limit))
+    assert ledger.overload(0.0) is None
+    ledger.handle(Accept("r", b"c", 1, INLINE), 0.0)
+    ledger.handle(M.PrepareStarted(1), 0.0)
+    ledger.handle(M.Prepared(1, SIZE), 0.0)
+    full, (refused,) = ledger.overload(0.0), ledger.handle(Accept("s", b"c", 2, INLINE), 0.0)
+    assert full.message == refused.error.message == f"The encoder is full: {what}"
+    assert (full.code, full.status, full.retry_after) == ("overloaded", 503, refused.error.retry_after)
+    ledger.handle(Release("r"), 0.0)
+    assert ledger.overload(0.0) is None
+    assert isinstance(ledger.handle(Accept("s", b"c", 3, INLINE), 0.0)[0], M.Admit)
+
+
 def test_a_request_whose_forward_would_hold_up_others_is_refused_with_the_limit():
     ledger = Ledger(Limits(max_request_patches=9))
     ledger.handle(Accept("r", b"c", 1, INLINE), 0.0)

@@ -11,6 +11,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import grpc
 import httpx2
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -19,23 +20,45 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from tectum.config import Settings
+from tectum.delivery.base import Deliveries
 from tectum.demo.encoder_process import EncoderProcess
 from tectum.errors import BadRequestError, InternalError, StartupError
+from tectum.lifecycle.ledger import Limits
 from tectum.observe import trace
+from tectum.pipeline.batcher import Batcher
+from tectum.pipeline.pipeline import Pipeline
+from tectum.serving.gateway import GatewaySettings
+from tectum.serving.gateway import create_app as create_gateway
+from tectum.serving.grpc import grpc_door
+from tectum.serving.guard import BodyBudget
+from tectum.serving.health import Health
+from tectum.serving.listen import nobody
+from tectum.serving.sglang import Doors
+from tectum.serving.sglang_pb import sglang_encoder_pb2 as messages
 from tectum.types import Destination, EncodeRequest, MediaItem, Modality
-from tests.pipeline.harness import inline, request, scenario, start
+from tectum.workers.pool import WorkerPool
+from tests.gateway.peers import Engine, running
+from tests.gateway.test_gateway import chat, data_uri, post
+from tests.pipeline.harness import GatedWork, inline, request, scenario, start
 from tests.serving.test_native import jpeg
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"  # the example of W3C Trace Context
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
+OTHER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def collecting():
+    """Traces, and the exporter that keeps their finished spans."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return trace.Tracing(provider), exporter
 
 
 def traced(test, **limits):
     """Run `test(pipeline, work)` with traces; returns the finished spans."""
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracing = trace.Tracing(provider)
+    tracing, exporter = collecting()
 
     async def main(pipeline, work):
         pipeline._observers = (tracing,)
@@ -101,6 +124,44 @@ def test_the_callers_trace_is_the_parent_and_names_no_request():
         assert format(roots[name].parent.span_id, "016x") == "00f067aa0ba902b7"
     assert roots["a"].context.span_id != roots["b"].context.span_id
     assert format(roots["c"].context.trace_id, "032x") != TRACE
+    assert roots["c"].parent is None
+
+
+def test_the_trace_of_a_grpc_call_is_the_parent_and_each_call_has_its_own():
+    """Through the real door and a real channel; two calls at once, and one that belongs to no trace."""
+    tracing, exporter = collecting()
+    settings = Settings(transfer_backend="zmq_to_scheduler", grpc_port=0)
+    carried = {"a": (("traceparent", PARENT), ("tracestate", "vendor=1")), "b": (("traceparent", OTHER),), "c": ()}
+
+    async def main():
+        pipeline = Pipeline(GatedWork(), Limits(), [Batcher(fuse=False, batch_patches=1000)], observers=(tracing,))
+        await pipeline.start()
+        doors = Doors(pipeline, Deliveries({}), settings)
+        health, budget = Health(pipeline, WorkerPool("model", settings), settings), BodyBudget(1 << 20, nobody)
+        async with (
+            grpc_door(doors, health, settings, budget) as port,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            encode = channel.unary_unary(
+                "/sglang.grpc.encoder.SglangEncoder/Encode",
+                messages.EncodeRequest.SerializeToString,
+                messages.EncodeResponse.FromString,
+            )
+            part = {"mm_items": [data_uri()], "num_parts": 1, "prefill_host": "127.0.0.1", "embedding_port": [9]}
+            asked = {name: messages.EncodeRequest(req_id=name, **part) for name in carried}
+            await asyncio.gather(*(encode(asked[name], timeout=20, metadata=carried[name]) for name in carried))
+        assert await pipeline.drain(5)
+
+    asyncio.run(main())
+    roots = {
+        each.attributes["tectum.req_id"]: each for each in by_name(exporter.get_finished_spans(), "tectum.request")
+    }
+    for name, parent in (("a", PARENT), ("b", OTHER)):
+        _, trace_id, span_id, _ = parent.split("-")
+        assert format(roots[name].context.trace_id, "032x") == trace_id
+        assert format(roots[name].parent.span_id, "016x") == span_id
+    assert roots["a"].context.trace_state.to_header() == "vendor=1"
+    assert roots["b"].context.trace_state.to_header() == ""
     assert roots["c"].parent is None
 
 
@@ -247,6 +308,35 @@ def test_a_server_sends_its_traces_to_the_collector(tiny, how, monkeypatch):
         (root,) = (span for span in ours if span.name == "tectum.request")
         assert root.parent_span_id.hex() == "00f067aa0ba902b7"
         assert collector.attributes["service.name"] == "tectum"
+
+
+def test_a_callers_trace_goes_through_the_gateway_to_the_encoder_and_to_the_engine(tiny):
+    """What is no trace, or is longer than need be passed on, disturbs nothing: the request is served."""
+    engine, flags = Engine(), ("--forward-threads", "1", "--log-level", "warning")
+    with (
+        Collector() as collector,
+        EncoderProcess(tiny, *flags, "--trace-endpoint", collector.url) as encoder,
+        running(engine) as engine_url,
+        running(create_gateway(GatewaySettings((encoder.url,), engine_url))) as gateway,
+    ):
+        sent = [
+            {"traceparent": PARENT, "tracestate": "vendor=1,other=2"},
+            {"traceparent": OTHER, "tracestate": ",".join(f"v{number}={'x' * 250}" for number in range(31))},
+            {"traceparent": "\xff" * 300},
+            {},
+        ]
+        for number, headers in enumerate(sent):
+            given = {name: value.encode("latin-1") for name, value in headers.items()}
+            assert post(gateway, chat(data_uri(number)), **given).status_code == 200
+        seen = [headers for method, _, headers, _ in engine.seen if method == "POST"]
+        assert [{name: each[name] for name in trace.HEADERS if name in each} for each in seen] == sent
+        assert encoder.stop() == 0
+    roots = [span for span in collector.spans if span.name == "tectum.request"]
+    assert len(roots) == len(sent)
+    known = {f"00-{each.trace_id.hex()}-{each.parent_span_id.hex()}-01": each.trace_state for each in roots}
+    assert known[PARENT] == "vendor=1,other=2"
+    assert known[OTHER] == ""
+    assert sum(not each.parent_span_id for each in roots) == 2
 
 
 def test_a_collector_that_is_gone_disturbs_neither_requests_nor_the_exit(tiny):

@@ -141,7 +141,7 @@ def test_the_advertised_url_is_registered_and_its_secret_is_not_logged(tiny):
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://any:boot@127.0.0.1:{server.getsockname()[1]}"
         flags = ("--encoder-register-urls", url, "--advertise-url", "http://any:sesame@encoder-0:30100")
-        with EncoderProcess(tiny, "--forward-threads", "1", *flags) as encoder:
+        with EncoderProcess(tiny, *FLAGS, *flags) as encoder:
             server.settimeout(20)
             connection, _ = server.accept()
             with connection:
@@ -191,7 +191,7 @@ def test_what_is_no_encoder_is_refused(body):
 )
 def test_wrong_settings_are_refused_at_start_up(settings):
     with pytest.raises(StartupError) as caught:
-        bootstrap_urls(Settings.load(**settings))
+        bootstrap_urls(Settings.load(transfer_backend="zmq_to_scheduler", **settings))
     assert caught.value.code == "invalid_settings"
 
 

@@ -15,8 +15,9 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from tectum import Client
 from tectum.demo.encoder_process import EncoderProcess
-from tectum.errors import TectumError
+from tectum.errors import TectumError, UnavailableError
 from tectum.serving.sglang_pb import sglang_encoder_pb2 as messages
 from tests.serving.test_native import gauges, jpeg, nothing_is_held, refusals, until
 from tests.sglang.conftest import FLAGS, grpc_target
@@ -202,6 +203,27 @@ def test_health_and_reflection(channel):
     asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
     (answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(asked, timeout=5)
     assert {s.name for s in answer.list_services_response.service} >= {SERVICE, "grpc.health.v1.Health"}
+
+
+@pytest.mark.parametrize("limit", [("--max-live-requests", "1"), ("--max-staged-bytes", str(64 * 64 * 4))])
+def test_a_full_encoder_is_not_ready_for_more_and_not_sick(tiny, limit):
+    """One picture's rows are held: they are the one live request, and all of the bytes."""
+    with EncoderProcess(tiny, *FLAGS, *limit, "--grpc-port", "0") as process, Client(process.url) as client:
+        assert httpx2.get(f"{process.url}/health/ready").status_code == 200
+        client.hold(jpeg(224, 224), req_id="held")
+        ready = httpx2.get(f"{process.url}/health/ready")
+        assert (ready.status_code, ready.json()["code"]) == (503, "overloaded")
+        assert int(ready.headers["retry-after"]) >= 1
+        with pytest.raises(UnavailableError) as refused:
+            client.encode(jpeg(224, 224, 1))
+        assert refused.value.message == ready.json()["detail"]
+        well = ("/health", "/health_generate", "/health/live", "/health/progress")
+        assert [httpx2.get(process.url + path).status_code for path in well] == [200] * 4
+        with grpc.insecure_channel(grpc_target(process)) as channel:
+            state = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        assert state.status == health_pb2.HealthCheckResponse.SERVING
+        client.release("held")
+        until(lambda: httpx2.get(f"{process.url}/health/ready").status_code == 200)
 
 
 def test_health_follows_the_encoder(tiny):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tectum.config import Settings
+from tectum.config import Settings, ToldSettings
 from tectum.errors import StartupError
 
 
@@ -23,7 +23,26 @@ def test_a_number_is_that_many_processes_here(given, monkeypatch):
 def test_an_address_is_a_cluster(most, lanes):
     settings = Settings.load(workers="ray://head:10001", replicas=4, max_replicas=most)
     assert (settings.ray_address, settings.lanes) == ("ray://head:10001", lanes)
-    assert Settings(**settings.model_dump(mode="json")) == settings, "as an encoder is told it"
+
+
+def test_an_encoder_has_the_settings_of_its_service_whatever_its_own_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("TECTUM_DTYPE", "bfloat16")
+    settings = Settings.load(workers="ray://auto", replicas=2, allowed_media_dir=tmp_path, fuse="auto")
+    monkeypatch.setenv("TECTUM_DTYPE", "float16")
+    monkeypatch.setenv("TECTUM_FORWARD_THREADS", "7")
+    told = ToldSettings(**settings.model_dump(mode="json", exclude_unset=True))
+    assert told.model_dump() == settings.model_dump()
+    assert (
+        told.model_fields_set
+        == settings.model_fields_set
+        == {
+            "workers",
+            "replicas",
+            "allowed_media_dir",
+            "fuse",
+            "dtype",
+        }
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,8 +55,8 @@ def test_an_address_is_a_cluster(most, lanes):
         ({"workers": "ray://head:0"}, "ray://HOST:PORT"),
         ({"workers": "ray://:10001"}, "ray://HOST:PORT"),
         ({"workers": "http://head:10001"}, "ray://HOST:PORT"),
-        ({"replicas": 2}, "replicas is for --workers ray"),
-        ({"workers": 2, "workers_host": "10.0.0.5"}, "workers_host is for --workers ray"),
+        ({"replicas": 2}, "replicas has no effect without workers ray://"),
+        ({"workers": 2, "workers_host": "10.0.0.5"}, "workers_host has no effect without workers ray://"),
         ({"workers": "ray://auto", "replicas": 3, "max_replicas": 2}, "max_replicas is 2"),
         ({"workers": "ray://auto", "device": "cuda:1"}, "Ray chooses which one"),
         ({"workers": "ray://auto", "workers_host": "0.0.0.0"}, "this machine's own address"),

@@ -14,7 +14,6 @@ import pytest
 from PIL import Image
 
 from tectum.bench.null import NullUnit
-from tectum.config import Settings
 from tectum.media.decode import Looked, open_item
 from tectum.media.policy import MediaPolicy
 from tectum.types import EncodeRequest, Modality
@@ -116,7 +115,7 @@ def test_a_service_that_stops_while_its_encoder_loads_is_no_error(tiny, tmp_path
             )
         folder = {"tiny": tiny, "missing": tmp_path / "missing"}[model]
         with ours:
-            settings = Settings(forward_threads=1).model_dump(mode="json")
+            settings = {"forward_threads": 1}
             ours.sendall(messages.frame(messages.Start(str(folder), 0, settings)))
         _, said = process.communicate(timeout=60)
     finally:

@@ -223,7 +223,6 @@ class Ledger:
 
     def _refusal(self, event: Accept, now: float) -> TectumError | None:
         """R14 and R5: why this request may not enter, if so."""
-        limits = self.limits
         if self.closing:
             return outcome_error(event.req_id, Reason.SHUTDOWN, None)
         stone = self.tombstone(event.req_id, now)
@@ -231,6 +230,11 @@ class Ledger:
             return self._released(event.req_id, stone, now)
         if event.deadline is not None and event.deadline <= now:
             return outcome_error(event.req_id, Reason.DEADLINE, None)
+        return self.overload(now)
+
+    def overload(self, now: float) -> TectumError | None:
+        """R14: the limit that is reached, so that no further request is taken at this moment; None while there is room."""
+        limits = self.limits
         if len(self._lives) >= limits.max_live_requests:
             return self._overloaded(f"{len(self._lives)} live requests (limit {limits.max_live_requests})", now)
         if self.queued_patches >= limits.max_queued_patches:

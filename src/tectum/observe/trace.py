@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,9 +35,17 @@ if TYPE_CHECKING:
 caller: ContextVar[Mapping[str, str] | None] = ContextVar("tectum_trace_caller", default=None)
 #: headers that carry a caller's trace (W3C Trace Context)
 HEADERS = ("traceparent", "tracestate")
+#: a longer one is left out: the standard asks for 512 characters of `tracestate`, and a gateway's next hop bounds its heads
+LONGEST = 512
 #: seconds that the last spans may take to leave
 PATIENCE = 3.0
 _ENVIRONMENT = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+def carried(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """The caller's trace among a call's headers (names in lower case), as `caller` holds it."""
+    names = {name.encode(): name for name in HEADERS}
+    return {names[key]: value.decode("latin-1") for key, value in headers if key in names and len(value) <= LONGEST}
 
 
 def wanted(endpoint: str | None) -> bool:

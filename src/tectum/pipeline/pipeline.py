@@ -213,6 +213,10 @@ class Pipeline:
         """Tell the observers of a request that a door refused: it began no life, and may not even have been read."""
         self._observe(methodcaller("refused", error))
 
+    def overload(self) -> TectumError | None:
+        """What the next request would be refused with because a limit is reached (R14); None while there is room."""
+        return self.ledger.overload(self._loop.time())
+
     def release_request(self, req_id: str, reason: Reason = Reason.CLIENT_RELEASE) -> None:
         """Give back everything that `req_id` holds; for an id not seen yet, remember that it is not wanted (R5)."""
         self._handle(Release(req_id, reason))

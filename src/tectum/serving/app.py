@@ -94,9 +94,10 @@ def _add_health(app: FastAPI, pipeline: Pipeline, pool: WorkerPool, health: Heal
         return JSONResponse({"status": "live"})
 
     @app.head("/health/ready", include_in_schema=False)
-    @app.get("/health/ready", tags=["health"], summary="New work is taken")
+    @app.get("/health/ready", tags=["health"], summary="The next request is taken")
     async def ready() -> Response:
         health.check_ready()
+        health.check_room()
         return JSONResponse({"status": "ready", "live_requests": len(pipeline.ledger), "workers_up": pool.up})
 
     @app.head("/health/progress", include_in_schema=False)

@@ -31,10 +31,10 @@ from tectum.config import Settings, is_loopback
 from tectum.engines.address import server_url
 from tectum.engines.tls import HUNG_UP, bearer_token, client_context, handshake_failure, papers
 from tectum.errors import BadRequestError, InternalError, StartupError, TectumError, UnavailableError
-from tectum.observe import logs
+from tectum.observe import logs, trace
 from tectum.serving.chat import Chat, Held, Medium, form_of, is_in_utf8
 from tectum.serving.connection import ConnectionLimits
-from tectum.serving.guard import BodyBudget, Guard, Tokens
+from tectum.serving.guard import BodyBudget, Guard, Tokens, TraceCaller
 from tectum.serving.listen import http_within, nobody, serve_until_signal
 from tectum.serving.presence import body_pieces
 from tectum.serving.problems import error_headers
@@ -178,9 +178,9 @@ class Encoders:
         return self._families[encoder]
 
     async def _post(self, encoder: str, body: bytes) -> dict[str, Any]:
-        return await self._ask(
-            encoder, "POST", "/v1/encode", content=body, headers={"content-type": "application/json"}
-        )
+        trace_of_caller = {name: value.encode("latin-1") for name, value in (trace.caller.get() or {}).items()}
+        headers = [("content-type", b"application/json"), *trace_of_caller.items()]
+        return await self._ask(encoder, "POST", "/v1/encode", content=body, headers=headers)
 
     async def _ask(self, encoder: str, method: str, path: str, **more: Any) -> dict[str, Any]:
         try:
@@ -222,8 +222,8 @@ class Encoders:
             pass  # the encoder is gone, and what it held with it; otherwise its time to live ends the hold
 
     async def ready(self) -> bool:
-        """Whether some encoder takes work."""
-        probes = (_is_ready(client, "/health/ready", "an encoder", url) for url, client in self._clients.items())
+        """Whether some encoder is up and well. They may all be full at this moment: text needs none of them."""
+        probes = (_is_ready(client, "/health", "an encoder", url) for url, client in self._clients.items())
         return any(await asyncio.gather(*probes))
 
     async def aclose(self) -> None:
@@ -382,7 +382,7 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
     """The gateway behind its guard. Raises StartupError when a token file cannot be read, or a `TECTUM_*` variable is wrong."""
     door = _door(settings)
     return Guard(
-        Gateway(settings),
+        TraceCaller(Gateway(settings)),
         settings=door,
         tokens=None if settings.token_file is None else Tokens(settings.token_file),
         budget=BodyBudget(door.max_bodies_bytes, nobody),

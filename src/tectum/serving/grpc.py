@@ -25,6 +25,7 @@ from grpc_reflection.v1alpha import reflection
 
 from tectum.config import Settings
 from tectum.errors import BadRequestError, InternalError, StartupError, TectumError, UnavailableError
+from tectum.observe import trace
 from tectum.serving import tenants
 from tectum.serving.bodies import convert
 from tectum.serving.guard import BodyBudget, Tokens, named_by_proxy
@@ -269,7 +270,9 @@ class HealthService(health_pb2_grpc.HealthServicer):
 
 
 class _Callers(grpc.aio.ServerInterceptor):
-    """Refuses calls without a bearer token where there are some, health excepted, and notes on whose behalf the others come."""
+    """Refuses calls without a bearer token where there are some, health excepted, and notes of the others on whose behalf they
+    come, and the trace that they belong to.
+    """
 
     def __init__(self, settings: Settings, refused: Callable[[TectumError], None]) -> None:
         """refused: hears of each refusal. Raises StartupError `invalid_settings` for a token file that is none."""
@@ -293,6 +296,7 @@ class _Callers(grpc.aio.ServerInterceptor):
         if tenant is None:
             return self._refusal
         tenants.of_caller.set(tenant or named_by_proxy(headers, self._settings))  # a call is a task of its own
+        trace.caller.set(trace.carried(headers.items()))
         return await continuation(details)
 
 

@@ -334,14 +334,12 @@ def _nothing() -> None:
 
 
 class TraceCaller:
-    """Notes the trace that a call belongs to (its `traceparent`), for whoever makes spans while it is served."""
+    """Notes the trace that a call belongs to (its `traceparent`), for whoever makes spans, or calls others, in serving it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self._names = {name.encode(): name for name in trace.HEADERS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            found = {self._names[key]: value.decode("latin-1") for key, value in scope["headers"] if key in self._names}
-            trace.caller.set(found)  # a call is served in a context of its own
+            trace.caller.set(trace.carried(scope["headers"]))  # a call is served in a context of its own
         await self.app(scope, receive, send)

@@ -38,6 +38,14 @@ class Health:
         if not self._pool.up:
             raise UnavailableError("worker_lost", "No encoder process is up; one is being started", retry_after=1.0)
 
+    def check_room(self) -> None:
+        """Raises UnavailableError `overloaded` where a limit is reached. A full encoder is not a sick one: only who looks for
+        a place for the next request asks for this.
+        """
+        full = self._pipeline.overload()
+        if full is not None:
+            raise full
+
     def check_progress(self) -> float:
         """Seconds that pending work has not moved for. Raises UnavailableError `encoder_stalled` when that is too long."""
         stalled = self._pool.stalled_for()
@@ -69,7 +77,7 @@ class Health:
             }
 
     def good(self) -> bool:
-        """Whether both hold."""
+        """Whether it is up, and gets its work done; it may be full."""
         try:
             self.check_ready()
             self.check_progress()

@@ -38,7 +38,7 @@ class LocalProcesses:
     def __init__(self, model: str, settings: Settings) -> None:
         self.most = self.least = settings.lanes
         self._model = model
-        self._settings = settings.model_dump(mode="json")
+        self._settings = settings.model_dump(mode="json", exclude_unset=True)
         self._pool: StagingPool | None = None
 
     async def open(self, pool: StagingPool) -> None:

@@ -389,7 +389,8 @@ class RemoteLauncher:
         encoder = self._encoders.get(lane) or self._encoders.setdefault(lane, self.encoder(lane))
         try:
             line = await self._connected(lane, encoder, tell)
-            await line.begin(Start(self._model, lane, self._settings.model_dump(mode="json")), on_message, tell)
+            told = self._settings.model_dump(mode="json", exclude_unset=True)
+            await line.begin(Start(self._model, lane, told), on_message, tell)
         except BaseException:
             self._encoders.pop(lane, None)
             await encoder.retire()

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from tectum.config import Settings
+from tectum.config import Settings, ToldSettings
 from tectum.delivery.staging import StagingMap
 from tectum.errors import BadRequestError, InternalError, StartupError, TectumError
 from tectum.media.decode import Looked
@@ -372,7 +372,7 @@ def serve(line: Line, slots: Slots) -> None:
         return
     start = messages.decode_for_encoder(body)
     assert isinstance(start, messages.Start), "the first message starts the encoder"
-    settings = Settings(**start.settings)
+    settings = ToldSettings(**start.settings)
     logs.configure(settings.log_level, settings.log_format)
     try:
         unit = _load(line, start, settings)
