@@ -18,7 +18,7 @@ from PIL import Image, ImageSequence
 
 from tectum.errors import BadRequestError
 from tectum.media.damage import blamed_on
-from tectum.media.policy import MediaPolicy
+from tectum.media.policy import MediaPolicy, refuse_thin
 from tectum.media.sniff import media_type
 from tectum.types import Clip, ClipInfo
 
@@ -50,7 +50,7 @@ def probe_video(data: bytes, policy: MediaPolicy) -> ClipInfo:
     """What the clip holds, without decoding more than its first frame (which knows how it is turned).
 
     Raises BadRequestError: `unsupported_media` (415), `media_too_large` or `image_too_large` (413),
-    `media_decode_failed` (400).
+    `media_refused`, `media_decode_failed` (400).
     """
     with blamed_on("clip"):
         if media_type(data) in ANIMATIONS:
@@ -214,6 +214,7 @@ def _check_picture(width: int, height: int, policy: MediaPolicy) -> None:
     if width * height > policy.max_image_pixels:
         text = f"The clip is {width}x{height}, more than {policy.max_image_pixels} pixels (--max-image-pixels)"
         raise BadRequestError("image_too_large", text, limit=policy.max_image_pixels)
+    refuse_thin("clip", width, height, policy)
 
 
 def _check_length(frames: int, seconds: float, policy: MediaPolicy) -> None:
