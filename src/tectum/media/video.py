@@ -178,11 +178,12 @@ def _decode(container: Any, scan: _Scan, indices: Sequence[int]) -> tuple[np.nda
     stream.codec_context.flush_buffers()
     info = scan.info
     found = np.empty((len(indices), info.height, info.width, 3), np.uint8)
-    number_of = {time: number for number, time in enumerate(scan.pts)}
+    numbers = _numbers(scan.pts)
     done = repeated = 0
     before: Any = None
     for order, frame in enumerate(_frames(container, stream)):
-        number = number_of.get(frame.pts, order)
+        here = numbers.get(frame.pts, [order])
+        number = here.pop() if len(here) > 1 else here[0]
         while done < len(indices) and indices[done] < number:
             found[done] = _upright(before if before is not None else frame, scan)
             done, repeated = done + 1, repeated + 1
@@ -198,6 +199,14 @@ def _decode(container: Any, scan: _Scan, indices: Sequence[int]) -> tuple[np.nda
     if (before is None and done == 0) or repeated > MAX_REPEATED * len(indices):
         raise BadRequestError("media_decode_failed", f"{repeated} of {len(indices)} frames cannot be decoded")
     return found, repeated
+
+
+def _numbers(pts: Sequence[int]) -> dict[int, list[int]]:
+    """Time → numbers of the frames shown then, last first: a container may give several, or all, the same time."""
+    found: dict[int, list[int]] = {}
+    for number in reversed(range(len(pts))):
+        found.setdefault(pts[number], []).append(number)
+    return found
 
 
 def _upright(frame: Any, scan: _Scan) -> np.ndarray:
