@@ -97,12 +97,16 @@ def check_scaled(info: MediaInfo, pixels: int, policy: MediaPolicy) -> None:
     """
     if isinstance(info, ClipInfo):
         if pixels * 3 > policy.max_clip_bytes:
-            text = f"Scaled as the model takes them, the clip's frames are {pixels * 3} bytes"
-            text = f"{text}, more than {policy.max_clip_bytes} (--max-clip-bytes)"
+            text = (
+                f"Scaled as the model takes them, the clip's frames are {pixels * 3} bytes, "
+                f"more than {policy.max_clip_bytes} (--max-clip-bytes)"
+            )
             raise BadRequestError("media_too_large", text, limit=policy.max_clip_bytes)
     elif isinstance(info, PictureInfo) and pixels > policy.max_image_pixels:
-        text = f"Scaled as the model takes it, the picture of {info.width}x{info.height} is {pixels} pixels"
-        text = f"{text}, more than {policy.max_image_pixels} (--max-image-pixels)"
+        text = (
+            f"Scaled as the model takes it, the picture of {info.width}x{info.height} is {pixels} pixels, "
+            f"more than {policy.max_image_pixels} (--max-image-pixels)"
+        )
         raise BadRequestError("image_too_large", text, limit=policy.max_image_pixels)
 
 

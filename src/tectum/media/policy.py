@@ -183,8 +183,8 @@ def refuse_thin(what: str, width: int, height: int, policy: MediaPolicy) -> None
     """
     long, short = max(width, height), max(1, min(width, height))
     if long > policy.max_aspect_ratio * short:
-        text = f"The {what}'s sides are {_short(long / short)} to 1"
-        text = f"{text}, more than {_short(policy.max_aspect_ratio)} to 1 (--max-aspect-ratio)"
+        ratio, limit = _short(long / short), _short(policy.max_aspect_ratio)
+        text = f"The {what}'s sides are {ratio} to 1, more than {limit} to 1 (--max-aspect-ratio)"
         raise BadRequestError("media_refused", text, limit=policy.max_aspect_ratio)
 
 
