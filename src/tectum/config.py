@@ -283,8 +283,8 @@ class Settings(BaseSettings):
         le=100_000_000_000,
         description="Most pixels of all pictures of one request, read from their headers before decoding.",
     )
-    max_aspect_ratio: float = Field(
-        200.0,
+    max_aspect_ratio: int = Field(
+        200,
         ge=1,
         le=100_000,
         description="Longest that the longer side of a picture or clip may be, in shorter sides, read from its header; a "

@@ -35,7 +35,7 @@ class MediaPolicy:
 
     max_media_bytes: int = 32 * 1024 * 1024
     max_image_pixels: int = 64_000_000
-    max_aspect_ratio: float = 200.0
+    max_aspect_ratio: int = 200
     max_video_frames: int = 100_000
     max_video_seconds: float = 3600.0
     max_clip_bytes: int = 1024 * 1024 * 1024
@@ -183,13 +183,9 @@ def refuse_thin(what: str, width: int, height: int, policy: MediaPolicy) -> None
     """
     long, short = max(width, height), max(1, min(width, height))
     if long > policy.max_aspect_ratio * short:
-        ratio, limit = _short(long / short), _short(policy.max_aspect_ratio)
-        text = f"The {what}'s sides are {ratio} to 1, more than {limit} to 1 (--max-aspect-ratio)"
+        ratio = f"{long / short:.1f}".removesuffix(".0")
+        text = f"The {what}'s sides are {ratio} to 1, more than {policy.max_aspect_ratio} to 1 (--max-aspect-ratio)"
         raise BadRequestError("media_refused", text, limit=policy.max_aspect_ratio)
-
-
-def _short(ratio: float) -> str:
-    return f"{ratio:.1f}".removesuffix(".0")
 
 
 def refused(why: str) -> BadRequestError:
