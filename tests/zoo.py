@@ -82,6 +82,11 @@ def build(family: str, folder: Path, *, seed: int = 0) -> Path:
     return FAMILIES[family](folder, seed)
 
 
+def build_large_clip(folder: Path) -> Path:
+    """CLIP as above, but for pictures of 336 x 336, as LLaVA's towers take them."""
+    return _clip(folder, 0, 336)
+
+
 def _ids(tokenizer: Any, **tokens: str) -> dict[str, int]:
     return {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
 
@@ -332,10 +337,10 @@ def _qwen3_omni(folder: Path, seed: int) -> Path:
 # --- plain encoders ---
 
 
-def _clip(folder: Path, seed: int) -> Path:
-    vision = {**LAYERS, "image_size": 56, "patch_size": 14}
+def _clip(folder: Path, seed: int, side: int = 56) -> Path:
+    vision = {**LAYERS, "image_size": side, "patch_size": 14}
     config = tf.CLIPConfig(text_config={**LAYERS, "vocab_size": 99}, vision_config=vision, projection_dim=32)
-    pictures = tf.CLIPImageProcessor(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+    pictures = tf.CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
     return save_random(tf.CLIPModel, config, pictures, folder, seed)
 
 

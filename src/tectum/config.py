@@ -286,6 +286,13 @@ class Settings(BaseSettings):
         le=100_000_000_000,
         description="Most pixels of all pictures of one request, read from their headers before decoding.",
     )
+    max_aspect_ratio: int = Field(
+        200,
+        ge=1,
+        le=100_000,
+        description="Longest that the longer side of a picture or clip may be, in shorter sides, read from its header; a "
+        "family's own bound, where it is stricter, holds beside it.",
+    )
     max_video_frames: int = Field(
         100_000, ge=1, le=100_000_000, description="Most frames of a clip, whether they are looked at or not."
     )

@@ -13,11 +13,15 @@ from tectum.config import Settings
 from tectum.errors import BadRequestError, StartupError, clean_text
 from tectum.media import image as image_module
 from tectum.media.decode import Decoded, check_together, open_item
-from tectum.media.image import decode_image
+from tectum.media.image import decode_image, open_image
 from tectum.media.policy import MediaPolicy, check_address, parse_target
 from tectum.media.sniff import media_type, picture_format
 from tectum.media.source import item_bytes
+from tectum.media.video import probe_video
 from tectum.types import MediaInfo, MediaItem, Modality
+from tests import zoo
+from tests.media.test_image import png as claimed
+from tests.media.test_video import video
 
 POLICY = MediaPolicy()
 
@@ -123,10 +127,41 @@ def test_the_policy_takes_every_media_limit_from_the_settings(tmp_path):
         max_media_bytes=2048, max_image_pixels=7, max_request_pixels=9, fetch_timeout=3, allow_http=False,
         allow_private_urls=True, allowed_media_dir=tmp_path,
     )  # fmt: skip
+    assert MediaPolicy.from_settings(Settings(max_aspect_ratio=7)).max_aspect_ratio == 7
     policy = MediaPolicy.from_settings(given)
     assert (policy.max_media_bytes, policy.max_image_pixels, policy.max_request_pixels) == (2048, 7, 9)
     assert (policy.fetch_timeout, policy.allow_http, policy.allow_private_urls) == (3, False, True)
     assert policy.allowed_media_dir == tmp_path
+
+
+# --- shapes ---
+
+
+@pytest.mark.parametrize(("size", "taken"), [((200, 1), True), ((1, 200), True), ((201, 1), False), ((2, 401), False)])
+def test_sides_are_held_to_their_ratio_by_the_header_alone(size, taken):
+    """The pixels are one byte of garbage, at which nobody looks."""
+    data = claimed(*size, 8, 2, b"\0")
+    if taken:
+        assert open_image(data, POLICY).size == size
+        return
+    with pytest.raises(BadRequestError) as caught:
+        open_image(data, POLICY)
+    assert (caught.value.code, caught.value.status, caught.value.details["limit"]) == ("media_refused", 400, 200)
+
+
+def test_the_ratio_is_a_setting_that_the_error_names():
+    with pytest.raises(BadRequestError, match=r"are 2\.5 to 1, more than 2 to 1 \(--max-aspect-ratio\)"):
+        decode_image(png(10, 4), MediaPolicy(max_aspect_ratio=2))
+
+
+def test_thin_clips_are_refused_as_thin_pictures_are():
+    file = io.BytesIO()
+    pages = [Image.new("RGB", (402, 2), colour) for colour in ("red", "blue")]
+    pages[0].save(file, "TIFF", save_all=True, append_images=pages[1:])
+    for clip in (file.getvalue(), video(zoo.frames(2, 404, 2))):
+        with pytest.raises(BadRequestError, match=r"The clip.s sides are 20[12] to 1") as caught:
+            probe_video(clip, POLICY)
+        assert caught.value.code == "media_refused"
 
 
 # --- many pictures, and much work for few bytes ---

@@ -221,7 +221,7 @@ def test_of_an_animation_the_first_frame_is_taken(kind):
 
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "GIF"])
-@pytest.mark.parametrize("size", [(1, 1), (26, 28), (332, 27), (1093, 5)])
+@pytest.mark.parametrize("size", [(1, 1), (26, 28), (332, 27), (1000, 5)])
 def test_odd_sizes_are_decoded_as_they_are(kind, size):
     shown = decode_image(saved(Image.new("RGB", size, RED), kind), POLICY)
     assert (shown.mode, shown.size, shown.getpixel((0, 0))) == ("RGB", size, RED)

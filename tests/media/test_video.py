@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 from fractions import Fraction
 
 import av
@@ -113,6 +114,93 @@ def test_a_header_that_lies_about_length_is_not_believed():
     data[box + 16 : box + 20] = (2**31).to_bytes(4, "big")
     info = probe_video(bytes(data), POLICY)
     assert (info.frames, round(info.fps, 3), round(info.duration, 3)) == (6, 8.0, 0.75)
+
+
+def patched(data: bytes, place: int, value: bytes) -> bytes:
+    return data[:place] + value + data[place + len(value) :]
+
+
+def within(data: bytes, tag: bytes, offset: int, value: bytes) -> bytes:
+    """`data` with `value` written `offset` bytes after the first `tag`."""
+    return patched(data, data.index(tag) + len(tag) + offset, value)
+
+
+def ticks(delta: int) -> bytes:
+    """MP4 whose one entry of `stts` gives every frame `delta` units of 1/16384 s; it is made with 2048."""
+    made = video(numbered(6))
+    assert within(made, b"stts", 12, struct.pack(">I", 2048)) == made
+    return within(made, b"stts", 12, struct.pack(">I", delta))
+
+
+def avi(scale: int, rate: int) -> bytes:
+    """AVI whose stream says `rate / scale` frames a second; it is made with 8 / 1, and its main header says so, too."""
+    made = video(numbered(6), form="avi", codec="mpeg4")
+    assert within(made, b"strh", 24, struct.pack("<II", 1, 8)) == made
+    return within(made, b"strh", 24, struct.pack("<II", scale, rate))
+
+
+def matroska(tag: str, value: bytes) -> bytes:
+    """Matroska of 8 frames a second with the element `tag` (hexadecimal) set to `value`, in the size that it has there."""
+    made = video(numbered(6), form="matroska")
+    place = made.index(bytes.fromhex(tag)) + len(tag) // 2
+    assert made[place] & 0x7F == len(value)
+    return patched(made, place + 1, value)
+
+
+def gif(duration: int) -> bytes:
+    file = io.BytesIO()
+    first, *others = [Image.fromarray(frame) for frame in numbered(6)]
+    first.save(file, "GIF", save_all=True, append_images=others, duration=duration)
+    return file.getvalue()
+
+
+RATE, SCALE, LENGTH = "23e383", "2ad7b1", "4489"  # DefaultDuration (ns), TimestampScale (ns), Duration (double)
+
+
+@pytest.mark.parametrize(
+    ("data", "fps"),
+    [
+        (ticks(0), 24.0),  # no time passes: no times at all
+        (ticks(1), 16384.0),
+        (avi(1, 0), 8.0),  # nonsense: FFmpeg takes the main header's rate
+        (avi(0, 1), 8.0),
+        (avi(0, 0), 8.0),
+        (matroska(RATE, bytes(4)), 8.0),  # the frames' own times say 8
+        (matroska(RATE, b"\xff" * 4), 8.0),
+        (matroska(SCALE, bytes(3)), 8.0),  # the format's default, which it is made with
+        (matroska(SCALE, b"\0\0\1"), 8e6),
+        (matroska(LENGTH, struct.pack(">d", float("nan"))), 8.0),
+        (matroska(LENGTH, struct.pack(">d", -1.0)), 8.0),
+        (matroska(LENGTH, struct.pack(">d", float("inf"))), 8.0),
+        (gif(0), 24.0),
+    ],
+)
+def test_a_rate_of_nothing_or_nonsense_is_read_sensibly(data, fps):
+    clip = decode_video(data, POLICY, everything)
+    assert numbers(clip) == [0, 1, 2, 3, 4, 5]
+    assert clip.repeated == 0
+    assert clip.info.fps == pytest.approx(fps, rel=1e-6)
+    assert clip.info.duration == pytest.approx(6 / fps, rel=1e-6)
+
+
+@pytest.mark.parametrize("data", [ticks(2**31 - 1), ticks(2**31), avi(2**31, 1), avi(2**32 - 1, 1), gif(655_350)])
+def test_a_rate_so_low_that_the_clip_lasts_for_ever_is_refused(data):
+    with pytest.raises(BadRequestError) as caught:
+        decode_video(data, POLICY, everything)
+    assert (caught.value.code, caught.value.status) == ("media_too_large", 413)
+
+
+def test_frames_that_share_a_time_are_all_shown():
+    """AVI written with times of its own cannot; Matroska can: 0, 0, 0, 100, 200 and 300 ms."""
+    made = video(numbered(6), pts=[0, 1, 2, 100, 200, 300], form="matroska", codec="mjpeg")
+    data = bytearray(made)
+    for late in (1, 2):  # a SimpleBlock is 0xA3, its size, the track, the time within the cluster (two bytes), flags
+        place = data.index(b"\x81" + struct.pack(">h", late) + b"\x80")
+        data[place + 1 : place + 3] = bytes(2)
+    clip = decode_video(bytes(data), POLICY, everything)
+    assert clip.info.times == pytest.approx([0, 0, 0, 0.1, 0.2, 0.3], abs=1e-6)
+    assert numbers(clip) == [0, 1, 2, 3, 4, 5]
+    assert clip.repeated == 0
 
 
 @pytest.mark.parametrize("degrees", [90, 180, 270])

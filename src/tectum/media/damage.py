@@ -12,12 +12,15 @@ from tectum.errors import BadRequestError, TectumError
 def blamed_on(what: str) -> Iterator[None]:
     """Inside, every exception but our own becomes BadRequestError `media_decode_failed`. what: `PNG picture`, `clip`…
 
-    So wide because decoders raise whatever they like on damaged input.
+    So wide because decoders raise whatever they like on damaged input. That memory is out is nobody's damage: MemoryError
+    passes, but for FFmpeg's, which says so (with an error number) of any size that it finds absurd.
     """
     try:
         yield
     except TectumError:
         raise
-    except Exception:
+    except Exception as error:
+        if isinstance(error, MemoryError) and getattr(error, "errno", None) is None:
+            raise
         text = f"The {what} is truncated or damaged and cannot be decoded"
         raise BadRequestError("media_decode_failed", text) from None

@@ -18,7 +18,7 @@ from tectum.errors import BadRequestError, TectumError
 from tectum.items import wav
 from tectum.media.image import decode_opened, open_image, shown_size
 from tectum.media.policy import MediaPolicy
-from tectum.types import MediaInfo, MediaItem, Modality, PictureInfo, Reading
+from tectum.types import ClipInfo, MediaInfo, MediaItem, Modality, PictureInfo, Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def open_item(data: bytes, modality: Modality, policy: MediaPolicy) -> Opened:
     """What an item's header says of its size, and how to decode it: to a picture (PIL, RGB), `Clip` or `Recording`.
 
     Raises BadRequestError: `unsupported_media` (415), `image_too_large` and `media_too_large` (413),
-    `media_decode_failed` (400), for what can be seen in the header.
+    `media_refused`, `media_decode_failed` (400), for what can be seen in the header.
     """
     if modality is Modality.VIDEO:
         return _open_video(data, policy)
@@ -88,6 +88,26 @@ def check_together(infos: Sequence[MediaInfo], policy: MediaPolicy) -> None:
         if pixels > policy.max_request_pixels:
             text = f"The pictures have more than {policy.max_request_pixels} pixels together (--max-request-pixels)"
             raise BadRequestError("image_too_large", text, item=index, limit=policy.max_request_pixels)
+
+
+def check_scaled(info: MediaInfo, pixels: int, policy: MediaPolicy) -> None:
+    """What a processor makes of an item on the way is within the limits of the item itself.
+
+    pixels: of all that it makes of it before it crops. Raises BadRequestError `image_too_large` or `media_too_large`.
+    """
+    if isinstance(info, ClipInfo):
+        if pixels * 3 > policy.max_clip_bytes:
+            text = (
+                f"Scaled as the model takes them, the clip's frames are {pixels * 3} bytes, "
+                f"more than {policy.max_clip_bytes} (--max-clip-bytes)"
+            )
+            raise BadRequestError("media_too_large", text, limit=policy.max_clip_bytes)
+    elif isinstance(info, PictureInfo) and pixels > policy.max_image_pixels:
+        text = (
+            f"Scaled as the model takes it, the picture of {info.width}x{info.height} is {pixels} pixels, "
+            f"more than {policy.max_image_pixels} (--max-image-pixels)"
+        )
+        raise BadRequestError("image_too_large", text, limit=policy.max_image_pixels)
 
 
 def small_item(modalities: Collection[Modality]) -> MediaItem:

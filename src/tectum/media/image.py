@@ -15,7 +15,7 @@ from PIL import Image
 
 from tectum.errors import BadRequestError
 from tectum.media.damage import blamed_on
-from tectum.media.policy import MediaPolicy
+from tectum.media.policy import MediaPolicy, refuse_thin
 from tectum.media.sniff import picture_format
 
 Image.MAX_IMAGE_PIXELS = None  # our own cap is read from the header, and says which limit it is
@@ -43,7 +43,7 @@ _SIDEWAYS = frozenset({5, 6, 7, 8})
 def decode_image(data: bytes, policy: MediaPolicy) -> Image.Image:
     """Decode one picture to mode RGB, fully loaded.
 
-    Raises BadRequestError: `unsupported_media` (415), `image_too_large` (413), `media_decode_failed` (400).
+    Raises BadRequestError: `unsupported_media` (415), `image_too_large` (413), `media_refused`, `media_decode_failed` (400).
     """
     return decode_opened(open_image(data, policy))
 
@@ -82,6 +82,7 @@ def _check_size(picture: Image.Image, data: bytes, policy: MediaPolicy) -> None:
     if width * height > policy.max_image_pixels:
         text = f"The picture is {width}x{height}, more than {policy.max_image_pixels} pixels (--max-image-pixels)"
         raise BadRequestError("image_too_large", text, limit=policy.max_image_pixels)
+    refuse_thin("picture", width, height, policy)
     scans = data.count(b"\xff\xda") if picture.format == "JPEG" else 1
     if scans * width * height > MAX_PASSES * policy.max_image_pixels:
         text = f"The JPEG has {scans} scans of {width}x{height} pixels: more work than --max-image-pixels allows"

@@ -27,13 +27,15 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 class MediaPolicy:
     """Limits for one item, and (`max_request_pixels`) for all pictures of a request. Sizes in bytes, times in seconds.
 
-    max_video_frames: frames in the container, whether they are looked at or not. max_clip_bytes: of the frames that are.
+    max_aspect_ratio: of a picture or frame, longer side to shorter. max_video_frames: frames in the container, whether they
+    are looked at or not. max_clip_bytes: of the frames that are.
     allowed_hosts: the only hosts that URLs may name, as ASCII names; one that starts with a dot stands for all below it.
     Empty: any host.
     """
 
     max_media_bytes: int = 32 * 1024 * 1024
     max_image_pixels: int = 64_000_000
+    max_aspect_ratio: int = 200
     max_video_frames: int = 100_000
     max_video_seconds: float = 3600.0
     max_clip_bytes: int = 1024 * 1024 * 1024
@@ -54,6 +56,7 @@ class MediaPolicy:
             max_media_bytes=settings.max_media_bytes,
             max_image_pixels=settings.max_image_pixels,
             max_request_pixels=settings.max_request_pixels,
+            max_aspect_ratio=settings.max_aspect_ratio,
             max_video_frames=settings.max_video_frames,
             max_video_seconds=settings.max_video_seconds,
             max_clip_bytes=settings.max_clip_bytes,
@@ -172,6 +175,17 @@ def _embedded(address: Address) -> Address | None:
     if any(address in network for network in _ENDS_IN_IPV4) and int(address) > 1:
         return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     return None
+
+
+def refuse_thin(what: str, width: int, height: int, policy: MediaPolicy) -> None:
+    """Raises BadRequestError `media_refused` for sides further apart than the policy allows: processors that scale the shorter
+    side to a given length would make a huge picture of a tiny one. what: `picture`, `clip`.
+    """
+    long, short = max(width, height), max(1, min(width, height))
+    if long > policy.max_aspect_ratio * short:
+        ratio = f"{long / short:.1f}".removesuffix(".0")
+        text = f"The {what}'s sides are {ratio} to 1, more than {policy.max_aspect_ratio} to 1 (--max-aspect-ratio)"
+        raise BadRequestError("media_refused", text, limit=policy.max_aspect_ratio)
 
 
 def refused(why: str) -> BadRequestError:

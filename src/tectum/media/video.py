@@ -18,7 +18,7 @@ from PIL import Image, ImageSequence
 
 from tectum.errors import BadRequestError
 from tectum.media.damage import blamed_on
-from tectum.media.policy import MediaPolicy
+from tectum.media.policy import MediaPolicy, refuse_thin
 from tectum.media.sniff import media_type
 from tectum.types import Clip, ClipInfo
 
@@ -50,7 +50,7 @@ def probe_video(data: bytes, policy: MediaPolicy) -> ClipInfo:
     """What the clip holds, without decoding more than its first frame (which knows how it is turned).
 
     Raises BadRequestError: `unsupported_media` (415), `media_too_large` or `image_too_large` (413),
-    `media_decode_failed` (400).
+    `media_refused`, `media_decode_failed` (400).
     """
     with blamed_on("clip"):
         if media_type(data) in ANIMATIONS:
@@ -178,11 +178,12 @@ def _decode(container: Any, scan: _Scan, indices: Sequence[int]) -> tuple[np.nda
     stream.codec_context.flush_buffers()
     info = scan.info
     found = np.empty((len(indices), info.height, info.width, 3), np.uint8)
-    number_of = {time: number for number, time in enumerate(scan.pts)}
+    numbers = _numbers(scan.pts)
     done = repeated = 0
     before: Any = None
     for order, frame in enumerate(_frames(container, stream)):
-        number = number_of.get(frame.pts, order)
+        here = numbers.get(frame.pts, [order])
+        number = here.pop() if len(here) > 1 else here[0]
         while done < len(indices) and indices[done] < number:
             found[done] = _upright(before if before is not None else frame, scan)
             done, repeated = done + 1, repeated + 1
@@ -200,6 +201,14 @@ def _decode(container: Any, scan: _Scan, indices: Sequence[int]) -> tuple[np.nda
     return found, repeated
 
 
+def _numbers(pts: Sequence[int]) -> dict[int, list[int]]:
+    """Time → numbers of the frames shown then, last first: a container may give several, or all, the same time."""
+    found: dict[int, list[int]] = {}
+    for number in reversed(range(len(pts))):
+        found.setdefault(pts[number], []).append(number)
+    return found
+
+
 def _upright(frame: Any, scan: _Scan) -> np.ndarray:
     """RGB `[height, width, 3]`, turned as its flag says; a frame of another size is scaled to the first one's."""
     width, height = scan.info.width, scan.info.height
@@ -214,6 +223,7 @@ def _check_picture(width: int, height: int, policy: MediaPolicy) -> None:
     if width * height > policy.max_image_pixels:
         text = f"The clip is {width}x{height}, more than {policy.max_image_pixels} pixels (--max-image-pixels)"
         raise BadRequestError("image_too_large", text, limit=policy.max_image_pixels)
+    refuse_thin("clip", width, height, policy)
 
 
 def _check_length(frames: int, seconds: float, policy: MediaPolicy) -> None:

@@ -72,11 +72,14 @@ class ItemPlan:
     """What one item will cost, known from its header.
 
     rows, patches: as in its metadata; of a recording whose container does not tell its length, the most there can be.
-    nbytes: memory of its preprocessing at the worst moment: the decoded media, and twice its preprocessed form.
+    scaled: pixels of the picture, or of all frames, that its processor makes of it before it crops, cuts or squares it.
+    nbytes: memory of its preprocessing at the worst moment: the decoded media, three copies of them or of what they are
+    scaled to, whichever is larger, and twice the preprocessed form.
     """
 
     rows: int
     patches: int
+    scaled: int
     nbytes: int
 
 

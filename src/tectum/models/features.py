@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+#: times that a processor holds the decoded or the scaled media while it scales them: as arrays, laid out anew, scaled
+WORKING_COPIES = 3
+
+
 @dataclass(frozen=True, slots=True)
 class Count:
     """What an item comes to. `elements`: values of its preprocessed form."""
@@ -103,6 +107,11 @@ class FeaturesAdapter(Adapter):
         """What a picture of that size comes to. Raises BadRequestError `media_refused`, `invalid_option`."""
         raise NotImplementedError
 
+    def scaled_picture(self, width: int, height: int, options: Mapping[str, Any]) -> int:
+        """Pixels of what the processor makes of a picture before it crops, cuts or squares it; 0: nothing of note."""
+        size = self.picture_arguments(options).get("size", self.processors.image.size)
+        return scaled_pixels(size, width, height)
+
     def count_clip(self, frames: int, width: int, height: int, options: Mapping[str, Any]) -> Count:
         """What `frames` frames of that size come to."""
         raise NotImplementedError
@@ -151,25 +160,29 @@ class FeaturesAdapter(Adapter):
         plans = []
         for index, info in enumerate(infos):
             try:
-                count, decoded = self._count(info, read, longest)
+                count, decoded, scaled = self._count(info, read, longest)
             except BadRequestError as error:
                 raise error.at_item(index) from None
-            plans.append(ItemPlan(count.rows, count.patches, decoded + 2 * 4 * count.elements))
+            held = decoded + WORKING_COPIES * max(decoded, 3 * scaled) + 2 * 4 * count.elements
+            plans.append(ItemPlan(count.rows, count.patches, scaled, held))
         return tuple(plans)
 
     def _samples(self, info: RecordingInfo) -> int:
         """Samples of a recording at the family's rate, as far as its container says."""
         return max(1, math.ceil((info.seconds or 0.0) * self.processors.audio.sampling_rate - 1e-6))
 
-    def _count(self, info: MediaInfo, options: Mapping[str, Any], longest: int) -> tuple[Count, int]:
-        """The count, and the bytes of the decoded media. longest: samples of the longest recording in the prompt."""
+    def _count(self, info: MediaInfo, options: Mapping[str, Any], longest: int) -> tuple[Count, int, int]:
+        """The count, bytes of the decoded media, and `ItemPlan.scaled`. longest: samples of the longest in the prompt."""
         if isinstance(info, PictureInfo):
-            return self.count_picture(info.width, info.height, options), info.width * info.height * 3
+            size = (info.width, info.height)
+            return self.count_picture(*size, options), math.prod(size) * 3, self.scaled_picture(*size, options)
         if isinstance(info, ClipInfo):
+            size = (info.width, info.height)
             frames = len(self.sampling.choose(info, options))
-            return self.count_clip(frames, info.width, info.height, options), frames * info.width * info.height * 3
+            scaled = frames * scaled_pixels(self.processors.video.size, *size)
+            return self.count_clip(frames, *size, options), frames * math.prod(size) * 3, scaled
         samples = self._samples(info)
-        return self.count_recording(samples, longest), samples * 4
+        return self.count_recording(samples, longest), samples * 4, 0
 
     def for_request(self, modality: Modality, options: dict[str, Any], count: int) -> dict[str, Any]:
         """The options with those made explicit that depend on how many items the request holds."""
@@ -303,6 +316,21 @@ class FeaturesAdapter(Adapter):
             return tensor.to(self.device, dtype, non_blocking=True)
 
         return {name: move(name, tensor) for name, tensor in inputs.items()}
+
+
+def scaled_pixels(size: Mapping[str, int], width: int, height: int) -> int:
+    """Pixels of a picture that a processor scales to `size` with its sides kept in proportion; 0 where they are not.
+
+    A size with both edges is the Qwen families': bounds on pixels, and what is scaled to them is the preprocessed form.
+    """
+    shortest, longest = size.get("shortest_edge"), size.get("longest_edge")
+    long, short = max(width, height), max(1, min(width, height))
+    if shortest and not longest:
+        return shortest * int(shortest * long / short)
+    if longest and not shortest:
+        other = int(longest * short / long)
+        return longest * max(1, other + other % 2)
+    return 0
 
 
 def towers(model: torch.nn.Module) -> list[torch.nn.Module]:

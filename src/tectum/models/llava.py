@@ -28,6 +28,11 @@ class LlavaAdapter(FeaturesAdapter):
     def count_picture(self, width: int, height: int, options: Mapping[str, Any]) -> Count:
         return self._count_of_all
 
+    def scaled_picture(self, width: int, height: int, options: Mapping[str, Any]) -> int:
+        if self.processors.image.do_pad:  # to a square as wide as the longer side
+            return max(width, height) ** 2
+        return super().scaled_picture(width, height, options)
+
     @cached_property
     def _count_of_all(self) -> Count:
         """What every picture comes to, since all are made one size."""

@@ -63,6 +63,10 @@ class LlavaOnevisionAdapter(FeaturesAdapter):
         lines, columns = self._unpadded(width, height, best[0] // high, best[1] // wide)
         return Count(self._kept() + lines * (columns + 1), tiles * self._side**2, tiles * 3 * high * wide)
 
+    def scaled_picture(self, width: int, height: int, options: Mapping[str, Any]) -> int:
+        """Among others, a picture is first padded to a square as wide as its longer side."""
+        return 0 if options["images_in_prompt"] == 1 else max(width, height) ** 2
+
     def _unpadded(self, width: int, height: int, tiles_high: int, tiles_wide: int) -> tuple[int, int]:
         """Lines and columns of patches that show the picture and not the padding around it, scaled to the family's bound."""
         lines, columns = self._side * tiles_high, self._side * tiles_wide

@@ -7,13 +7,14 @@ the caller's process (`local.py`) and inside an encoder process (`tectum.workers
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tectum.errors import BadRequestError, InternalError, StartupError, TectumError, UnavailableError
-from tectum.media.decode import Decoded, Looked, Opened, check_together, open_item, small_item
+from tectum.media.decode import Decoded, Looked, Opened, check_scaled, check_together, open_item, small_item
 from tectum.media.policy import MediaPolicy
 from tectum.media.source import item_bytes
 from tectum.models.adapter import check_finite
@@ -27,6 +28,8 @@ log = logging.getLogger("tectum.unit")
 
 #: bytes of a request's items up to which they stay open between the look at their headers and their decoding
 KEPT_OPEN_BYTES = 1024 * 1024
+#: what torch says in a plain RuntimeError when the host has no memory left: its allocator, and C++'s own beneath it
+_HOST_MEMORY_IS_OUT = ("DefaultCPUAllocator: ", "std::bad_alloc")
 
 
 class EncoderUnit:
@@ -50,8 +53,13 @@ class EncoderUnit:
     def look(self, request: EncodeRequest) -> Looked:
         """Read the headers of a request's items (bytes, base64, data: or allowed file: URLs); decode nothing.
 
-        Raises BadRequestError that names the item at fault, also for what no forward would take.
+        Raises BadRequestError that names the item at fault, also for what no forward would take, and UnavailableError
+        `out_of_memory`.
         """
+        with memory_of("preparation"):
+            return self._look(request)
+
+    def _look(self, request: EncodeRequest) -> Looked:
         if request.modality not in self.adapter.modalities:
             offered = ", ".join(sorted(self.adapter.modalities))
             text = f"{self.adapter.family} does not encode {request.modality}; it encodes: {offered}"
@@ -74,9 +82,13 @@ class EncoderUnit:
     def prepare(self, request: EncodeRequest, looked: Looked | None = None) -> tuple[RequestMetadata, Prepared]:
         """Media of `request` → the tower's inputs and what they will yield. looked: what `look` gave for it.
 
-        Raises BadRequestError that names the item at fault.
+        Raises BadRequestError that names the item at fault, and UnavailableError `out_of_memory`.
         """
         found = self.look(request) if looked is None else looked
+        with memory_of("preparation"):
+            return self._prepare(request, found)
+
+    def _prepare(self, request: EncodeRequest, found: Looked) -> tuple[RequestMetadata, Prepared]:
         reading = self.adapter.reading(request.modality, request.options)
 
         def decoded(index: int) -> Any:
@@ -93,7 +105,13 @@ class EncoderUnit:
     def _refuse_too_large(self, infos: Sequence[MediaInfo], options: Mapping[str, Any]) -> None:
         """What no forward would take is refused from its items' headers, before anything is decoded."""
         check_together(infos, self.policy)
-        patches = sum(plan.patches for plan in self.adapter.plan(infos, options))
+        plans = self.adapter.plan(infos, options)
+        for index, (info, plan) in enumerate(zip(infos, plans, strict=True)):
+            try:
+                check_scaled(info, plan.scaled, self.policy)
+            except BadRequestError as error:
+                raise error.at_item(index) from None
+        patches = sum(plan.patches for plan in plans)
         if patches > self.max_patches:
             text = f"The request has {patches} patches, at most {self.max_patches} are taken (--max-request-patches)"
             raise BadRequestError("request_too_large", text, limit=self.max_patches)
@@ -103,11 +121,8 @@ class EncoderUnit:
 
         Raises what fails for the batch as a whole, UnavailableError `out_of_memory` among it.
         """
-        try:
+        with memory_of("forward"):
             encoded = self.adapter.encode(batch)
-        except torch.OutOfMemoryError:
-            text = "The forward ran out of memory; retry, or send smaller pictures"
-            raise UnavailableError("out_of_memory", text, retry_after=1.0) from None
         return Landing([self._land(*member) for member in zip(batch, encoded, slots, strict=True)])
 
     def warm_up(self) -> None:
@@ -181,6 +196,19 @@ class EncoderUnit:
             _write(rows, slot)
 
         return finish
+
+
+@contextmanager
+def memory_of(step: str) -> Iterator[None]:
+    """Inside, memory that runs out, a device's or the host's, becomes UnavailableError `out_of_memory` (503, retryable)."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not known and not any(text in str(error) for text in _HOST_MEMORY_IS_OUT):
+            raise
+        text = f"The {step} ran out of memory; retry, or send smaller media"
+        raise UnavailableError("out_of_memory", text, retry_after=1.0) from None
 
 
 class Landing:
