@@ -126,7 +126,7 @@ def _(servers: Servers) -> str:
 def _(servers: Servers) -> str:
     door = servers.fetching
     before = door.gauges()["encoder_hang_ups_total"]
-    with begun(door, described(*LONG, req_id="L4-sent"), small_buffer=True):
+    with begun(door, described(*LONG, *LONG, req_id="L4-sent"), small_buffer=True):
         until(lambda: state(door, "L4-sent") == "staged", 60)
         staged = state(door, "L4-sent")
     with contextlib.ExitStack() as stack:
