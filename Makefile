@@ -20,7 +20,7 @@ setup: $(STAMP) ## Build .venv with everything (again only when the dependencies
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (about a minute with a warm cache)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,sglang,trace,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,sglang,trace,mooncake,heic,dev]'
 	@touch $@
 
 demo: setup ## Encode in one process, answer in another, compare (ARGS='--swap' or '--json')

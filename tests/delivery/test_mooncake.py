@@ -17,11 +17,9 @@ from tectum.delivery.zmq import ZmqBackend
 from tectum.errors import DeliveryError
 from tests.delivery.rows import Rows
 from tests.delivery.test_zmq import until
-from tests.sglang.receiver import Receiver
+from tests.sglang.receiver import MOONCAKE_MISSING, Receiver
 
-engine_module = pytest.importorskip(
-    "mooncake.engine", reason="needs mooncake, with libibverbs1 and libnuma1", exc_type=ImportError
-)
+engine_module = pytest.importorskip("mooncake.engine", reason=MOONCAKE_MISSING, exc_type=ImportError)
 
 
 class Memory:

@@ -14,6 +14,7 @@ from tests import zoo
 from tests.serving.test_native import jpeg, nothing_is_held, until
 from tests.sglang.conftest import colocated, encoder_a
 from tests.sglang.language_server import LanguageServer
+from tests.sglang.receiver import MOONCAKE_MISSING
 
 __all__ = ["colocated", "encoder_a"]  # fixtures
 FLAGS = ("--forward-threads", "1", "--log-level", "warning", "--transfer-backend", "mooncake")
@@ -61,7 +62,7 @@ def test_parts_are_of_one_known_type():
 
 @pytest.fixture(scope="module")
 def server(tiny):
-    pytest.importorskip("mooncake.engine", reason="needs mooncake, with libibverbs1", exc_type=ImportError)
+    pytest.importorskip("mooncake.engine", reason=MOONCAKE_MISSING, exc_type=ImportError)
     with EncoderProcess(tiny, *FLAGS, "--send-timeout", "3", "--unknown-id-wait", "0.5") as process:
         yield process
 
@@ -132,7 +133,7 @@ def test_a_send_to_memory_that_is_not_there_fails_with_its_reason(server, langua
 
 
 def test_deepstack_layers_come_as_columns(tmp_path):
-    pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    pytest.importorskip("mooncake.engine", reason=MOONCAKE_MISSING, exc_type=ImportError)
     model = zoo.build("qwen3_vl", tmp_path / "qwen3")
     from tectum import Encoder
 

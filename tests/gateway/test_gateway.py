@@ -203,6 +203,8 @@ def test_streams_come_through_piece_by_piece(engine, gateway):
         (chat(data_uri(), media_io_kwargs={}), 400, "invalid_option", None),
         ({"messages": [{"content": [{"type": "image_url", "image_url": None}]}]}, 400, "invalid_request", 0),
         (asking({"type": "image_pil", "image_pil": "x"}), 400, "unsupported_modality", 0),
+        (asking({"type": "image_embeds", "image_embeds": "gAJ9cQAu"}), 400, "unsupported_modality", 0),
+        (asking(image(data_uri()), {"audio_embeds": "gAJ9cQAu"}), 400, "unsupported_modality", 1),
         (asking({"type": "video_url", "video_url": {"url": 3}}), 400, "invalid_request", 0),
         (asking({"type": "input_audio", "input_audio": {"format": "wav"}}), 400, "invalid_request", 0),
         (

@@ -7,8 +7,9 @@ import json
 import sys
 import time
 
-from tests.hostile.cases import CASES, Case
+from tests.hostile.cases import Case
 from tests.hostile.servers import GOOD, Servers, running, said
+from tests.hostile.situations import CASES, ELSEWHERE, SITUATIONS, cases_of
 
 
 def run_one(case: Case, servers: Servers) -> dict[str, object]:
@@ -47,7 +48,10 @@ def main() -> int:
                     print(f"     expected {case.expected}\n     got      {results[-1]['got']}", flush=True)
     failed = sum(not result["holds"] for result in results)
     if given.json:
-        print(json.dumps({"cases": results, "total": len(results), "failed": failed}, indent=1))
+        elsewhere = [{"situation": name, "test": test, "why": why} for name, (test, why) in ELSEWHERE.items()]
+        live = sum(bool(cases_of(name)) for name in SITUATIONS)
+        counts = {"total": len(results), "failed": failed, "situations": len(SITUATIONS), "situations_live": live}
+        print(json.dumps({"cases": results, **counts, "elsewhere": elsewhere}, indent=1))
     else:
         print(f"{len(results) - failed} passed, {failed} failed")
     return 1 if failed else 0

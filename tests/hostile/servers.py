@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,6 +40,10 @@ STRICT = {
     "--send-timeout": "1",
     "--log-level": "debug",
 }
+#: flags of all servers here
+LIGHT = ("--forward-threads", "1", "--unknown-id-wait", "0")
+#: live requests that `Servers.sending` takes
+LIVE = 32
 ERROR_BYTES = 1024
 
 
@@ -70,22 +75,16 @@ class Door:
         return split.hostname or "", split.port or 0
 
     def encode(self, *items: bytes | str, **body: Any) -> httpx2.Response:
-        """POST /v1/encode: bytes travel as base64, text as a URL."""
-        described = [
-            {"type": "image", "url": item}
-            if isinstance(item, str)
-            else {"type": "image", "data": base64.b64encode(item).decode()}
-            for item in items
-        ]
-        return self.post(json.dumps({"items": described, **body}))
+        """POST /v1/encode with `described` items."""
+        return self.post(json.dumps(described(*items, **body)))
 
     def post(self, content: Any, **headers: str) -> httpx2.Response:
         return self.http.post(
             "/v1/encode", content=content, headers={k.replace("_", "-"): v for k, v in headers.items()}
         )
 
-    def rows(self, *items: bytes) -> Any:
-        answer = self.encode(*items)
+    def rows(self, *items: bytes, **body: Any) -> Any:
+        answer = self.encode(*items, **body)
         assert answer.status_code == 200, answer.text[:200]
         return wire.unpack(answer.content)
 
@@ -114,6 +113,12 @@ class Door:
         pid = self.process.pid
         tasks = Path(f"/proc/{pid}/task").iterdir()
         return [pid, *(int(child) for task in tasks for child in (task / "children").read_text().split())]
+
+
+def described(*items: bytes | str, kind: str = "image", **body: Any) -> dict[str, Any]:
+    """The body of a request: bytes travel as base64, text as a URL."""
+    where = [{"url": item} if isinstance(item, str) else {"data": base64.b64encode(item).decode()} for item in items]
+    return {"items": [{"type": kind, **each} for each in where], **body}
 
 
 def read_all(connection: socket.socket, seconds: float) -> bytes:
@@ -214,42 +219,71 @@ def page(status: int = 200, body: bytes = b"", *headers: str) -> bytes:
     return "\r\n".join(lines).encode() + body
 
 
-@dataclass
-class Servers:
-    """plain: as it comes. fetching: may fetch from `site` and read files under `files`. strict: a token, small limits, ::1."""
+def has_mooncake() -> bool:
+    """Whether its wheel is installed, and loads: it needs libraries of the system."""
+    try:
+        import mooncake.engine  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
-    plain: Door
-    fetching: Door
-    strict: Door
-    site: Site
-    files: Path
+
+class Servers:
+    """plain: as it comes. fetching: may fetch from `site` and read files under `files`. strict: a token, small limits, ::1.
+
+    Those below are started by the first case that asks for them.
+    """
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self.folder = folder
+        self.files = folder / "media"
+        self.files.mkdir()
+        self.tiny = build_tiny_qwen2_5_vl(folder / "tiny")
+        self._stack = stack
+        (folder / "token").write_text(f"{TOKEN}\n")
+        strict = [word for flag in STRICT.items() for word in flag]
+        self.plain = self._door("--log-level", "info")
+        self.fetching = self._door(
+            "--allow-private-urls", "--fetch-timeout", "1", "--allowed-media-dir", str(self.files)
+        )
+        self.strict = self._door(*strict, "--token-file", str(folder / "token"), token=TOKEN)
+        self.site = stack.enter_context(Site())
+
+    @cached_property
+    def sending(self) -> Door:
+        """Every door that needs no further library: SGLang's over HTTP and gRPC, and the Unix socket; 32 live requests."""
+        doors = ("--transfer-backend", "zmq_to_scheduler", "--grpc-port", "0", "--local-socket", str(self.socket))
+        return self._door(*doors, "--send-timeout", "2", "--max-live-requests", str(LIVE))
+
+    @cached_property
+    def mooncake(self) -> Door:
+        return self._door("--transfer-backend", "mooncake", "--send-timeout", "5")
+
+    @cached_property
+    def hearing(self) -> Door:
+        """A model of sound; recordings of at most a minute."""
+        return self._door("--max-audio-seconds", "60", model=zoo.build("qwen2_audio", self.folder / "hearing"))
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / "local.sock"
+
+    def _door(self, *flags: str, model: Path | None = None, token: str | None = None) -> Door:
+        return self._stack.enter_context(self.one(*flags, model=model, token=token))
+
+    @contextlib.contextmanager
+    def one(self, *flags: str, model: Path | None = None, token: str | None = None) -> Iterator[Door]:
+        """A server of `model` (the tiny one without it) inside the block."""
+        with EncoderProcess(model or self.tiny, *LIGHT, *flags) as process:
+            made = Door(process.url, process, token)
+            try:
+                yield made
+            finally:
+                made.http.close()
 
 
 @contextlib.contextmanager
 def running() -> Iterator[Servers]:
     """All of them, on a checkpoint made for them; ended on leaving."""
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        files = folder / "media"
-        files.mkdir()
-        tiny = build_tiny_qwen2_5_vl(folder / "tiny")
-        (folder / "token").write_text(f"{TOKEN}\n")
-        light = ("--forward-threads", "1", "--unknown-id-wait", "0")
-        fetch = ("--allow-private-urls", "--fetch-timeout", "1", "--allowed-media-dir", str(files))
-        strict = [word for flag in STRICT.items() for word in flag]
-
-        def door(*flags: str, token: str | None = None) -> Door:
-            process = stack.enter_context(EncoderProcess(tiny, *light, *flags))
-            made = Door(process.url, process, token)
-            stack.callback(made.http.close)
-            return made
-
-        plain = door("--log-level", "info")
-        fetching = door(*fetch)
-        yield Servers(
-            plain,
-            fetching,
-            door(*strict, "--token-file", str(folder / "token"), token=TOKEN),
-            stack.enter_context(Site()),
-            files,
-        )
+        yield Servers(Path(stack.enter_context(tempfile.TemporaryDirectory())), stack)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.hostile.__main__ import run_one
-from tests.hostile.cases import CASES, Case
+from tests.hostile.cases import Case
 from tests.hostile.servers import Servers, running
+from tests.hostile.situations import CASES, ELSEWHERE, SITUATIONS, cases_of
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +29,11 @@ def test_case(case: Case, servers: Servers) -> None:
 
 def test_every_case_has_a_name_of_its_own() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_every_situation_is_a_case_or_shown_elsewhere(situation: str) -> None:
+    assert bool(cases_of(situation)) != (situation in ELSEWHERE)
+    if situation in ELSEWHERE:
+        path, _, name = ELSEWHERE[situation][0].partition("::")
+        assert f"def {name}" in (ROOT / path).read_text()

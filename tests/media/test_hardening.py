@@ -256,7 +256,7 @@ def test_jpeg_xl_is_named():
 
 
 def test_a_heic_picture_is_decoded_where_the_library_is_there_whatever_it_is_called():
-    pytest.importorskip("pillow_heif")
+    pytest.importorskip("pillow_heif", reason="needs tectum[heic]")
     assert picture_format(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic") == "HEIF"  # and Pillow has learnt it
     file = io.BytesIO()
     two_colours(64, 32).save(file, "HEIF", quality=95)

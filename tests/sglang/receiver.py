@@ -17,6 +17,10 @@ import torch
 import zmq
 
 PATIENCE = 20_000  # milliseconds
+#: why a test of Mooncake is skipped
+MOONCAKE_MISSING = (
+    "needs tectum[mooncake], and the system's libibverbs1, libnuma1 and libcurl4 (its wheel links to them)"
+)
 
 
 class EmbeddingData:

@@ -48,7 +48,10 @@ class MooncakeReceiver:
     """One receiving rank. A context manager; not thread-safe.
 
     host: address of this machine that encoders reach. protocol, device: as for the encoder. patience: seconds for a
-    request. Raises StartupError `missing_dependency` or `invalid_settings`.
+    request. `strays`: messages that were dropped, since they were of no request that is awaited, or made no sense: the port
+    may be another's old one, and whoever reaches it can write to it.
+
+    Raises StartupError `missing_dependency` or `invalid_settings`.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class MooncakeReceiver:
         except ImportError as error:
             text = f'The receiver needs {error.name or error}: pip install "tectum[sglang,mooncake]"'
             raise StartupError("missing_dependency", text) from None
+        self.strays = 0
         self._patience = patience
         self._host = host
         self._engine = TransferEngine()
@@ -119,17 +123,23 @@ class MooncakeReceiver:
         dtypes = set()
         while waiting:
             message = self._message(deadline)
-            if message.get("req_id") in waiting:
-                if message.get("error_msg") is not None:
-                    raise _reported({"message": message["error_msg"]}, message.get("error_code"))
-                waiting.remove(message["req_id"])
-                dtypes.add(str(message.get("dtype")))
+            if message.get("req_id") not in waiting:
+                self.strays += 1
+                continue
+            if message.get("error_msg") is not None:
+                raise _reported({"message": message["error_msg"]}, message.get("error_code"))
+            waiting.remove(message["req_id"])
+            dtypes.add(str(message.get("dtype")))
         return dtypes
 
     def _message(self, deadline: float) -> dict[str, Any]:
+        """The fields of the next message; none of one that makes no sense."""
         if not self._messages.poll(int(max(deadline - time.monotonic(), 0) * 1000)):
             raise DeliveryError("send_timeout", "A completion message did not come in time")
-        return fields_of(self._messages.recv_multipart()[0])
+        try:
+            return fields_of(self._messages.recv_multipart()[0])
+        except DeliveryError:
+            return {}
 
     def _ask(self, part: Part, path: str, body: dict[str, Any]) -> Any:
         try:

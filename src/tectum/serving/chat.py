@@ -18,8 +18,9 @@ from tectum.errors import BadRequestError
 
 #: parts of a message that hold media, and what they are
 _MEDIA = {"image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio"}
-#: parts that hold media in a form that only the engine's own process could read
-_REFUSED = frozenset({"image_pil"})
+#: parts that hold media in a form that only the engine's own process could read, or rows that nobody here has checked:
+#: the engine would unpickle them as tensors
+_REFUSED = frozenset({"image_pil", "image_embeds", "video_embeds", "audio_embeds"})
 #: pictures, clips and recordings of one request: each is a request to an encoder, which holds as many by default
 MAX_MEDIA = 256
 _parts = msgspec.json.Decoder(list[Raw]).decode
@@ -83,7 +84,7 @@ class Chat:
             named = part.get("type", Raw(b"null"))
             kind = _string(named) if _first(named) == b'"' else ""
             if not kind:  # vLLM takes parts that do not say what they are
-                kind = next((name for name in _MEDIA if name in part), "")
+                kind = next((name for name in (*_MEDIA, *_REFUSED) if name in part), "")
             if kind in _REFUSED:
                 text = f"The encoders behind this gateway take {', '.join(_MEDIA)} parts, not {kind}"
                 raise BadRequestError("unsupported_modality", text, item=len(self.media))
