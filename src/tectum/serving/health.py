@@ -17,8 +17,6 @@ from tectum.workers.pool import WorkerPool
 
 #: of `--stall-timeout`: an encoder that finishes nothing for so long is called unhealthy, before it is replaced
 STALLED_SHARE = 0.75
-
-
 #: seconds that the encode of an idle server may take
 SELF_TEST = 10.0
 

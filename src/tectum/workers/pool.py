@@ -207,9 +207,8 @@ class WorkerPool:
         would take the next encoder along.
         """
         pending, lane.pending = lane.pending, {}
-        alone = (
-            crashed and len(pending) == 1 and next(iter(pending)) in lane.queued
-        )  # where tickets are, and no batches
+        # what is queued are tickets: of a pending forward the number is not among them
+        alone = crashed and len(pending) == 1 and next(iter(pending)) in lane.queued
         lane.queued.clear()
         for future in pending.values():
             if future.done():
