@@ -60,6 +60,17 @@ async def shown(scope: Scope, receive: Receive, send: Send) -> None:
     await PlainTextResponse(f"{body!r} {request.headers.items()}")(scope, receive, send)
 
 
+def hears_of_its_end(heard: asyncio.Event) -> ASGIApp:
+    """An app that answers nothing, and sets `heard` when its caller is gone."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        heard.set()
+
+    return app
+
+
 def test_a_trailer_is_no_header():
     async def work(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(CHUNKED + b"Authorization: two\r\nX-Tenant: other\r\n\r\n")
@@ -116,17 +127,12 @@ def test_a_second_host_is_refused():
 def test_a_body_that_is_framed_wrong_is_answered(body):
     heard = asyncio.Event()
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        heard.set()
-
     async def work(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"POST /x HTTP/1.1\r\nHost: here\r\n" + body)
         assert (await reader.read()).startswith(b"HTTP/1.1 400 Bad Request")
         await heard.wait()
 
-    assert [error.code for error in run(work, app)] == ["invalid_request"]
+    assert [error.code for error in run(work, hears_of_its_end(heard))] == ["invalid_request"]
 
 
 @pytest.mark.parametrize("ahead", [GET, CHUNKED.partition(b"3\r\n")[0]], ids=["of the request before", "of its own"])
@@ -150,14 +156,9 @@ def test_a_body_that_is_framed_wrong_is_not_answered_into_an_answer(ahead):
 def test_the_request_that_is_answered_hears_of_the_end_not_one_that_waits_behind_it():
     heard = asyncio.Event()
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        heard.set()
-
     async def work(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(GET * 20)  # more than may be sent ahead
         assert await reader.read() == b""
         await heard.wait()
 
-    assert [error.code for error in run(work, app)] == ["invalid_request"]
+    assert [error.code for error in run(work, hears_of_its_end(heard))] == ["invalid_request"]

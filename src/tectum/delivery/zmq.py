@@ -11,11 +11,9 @@ ends before. What the peer's process does with bytes that its kernel took is bey
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import socket
 import struct
-import termios
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +29,7 @@ from zmq.utils.z85 import Z85CHARS
 
 from tectum.config import Settings
 from tectum.delivery.base import StagedRows, row_bytes
+from tectum.delivery.kernel import unacknowledged
 from tectum.delivery.sglang_frames import Names, embedding_message, error_message, names_of
 from tectum.errors import DeliveryError, StartupError, TectumError
 from tectum.types import Destination
@@ -261,7 +260,7 @@ class _Acknowledged:
         """From `count` on: called when nothing is queued. What the kernel has of before, such as the handshake, is left out."""
         acknowledged, before = self._read(), -1
         while acknowledged != before:  # what is acknowledged between the two looks would count twice, and never arrive
-            waiting: int = struct.unpack("=i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))[0]
+            waiting = unacknowledged(self._socket.fileno())
             before, acknowledged = acknowledged, self._read()
         self._base = acknowledged + waiting - count
 

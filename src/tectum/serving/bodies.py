@@ -92,9 +92,7 @@ class EncodeBody(Struct, forbid_unknown_fields=True):
 
     def to_request(self, files: dict[str, bytes], settings: Settings) -> EncodeRequest:
         """Raises BadRequestError `request_too_large` (items), `mixed_modalities` or `invalid_request` (no such part)."""
-        if len(self.items) > settings.max_items:
-            text = f"The request has {len(self.items)} items, more than --max-items {settings.max_items}"
-            raise BadRequestError("request_too_large", text)
+        check_count(len(self.items), settings)
         kinds = {item.type for item in self.items}
         if len(kinds) > 1:
             text = f"A request holds one modality, this one has {', '.join(sorted(kinds))}: send one request for each"
@@ -110,6 +108,13 @@ class EncodeBody(Struct, forbid_unknown_fields=True):
             tenant=tenants.effective(self.tenant),
             content_keys=self.content_keys,
         )
+
+
+def check_count(items: int, settings: Settings) -> None:
+    """Raises BadRequestError `request_too_large` for more items than a request may have."""
+    if items > settings.max_items:
+        text = f"The request has {items} items, more than --max-items {settings.max_items}"
+        raise BadRequestError("request_too_large", text)
 
 
 def _media_item(index: int, item: ItemBody, files: dict[str, bytes]) -> MediaItem:

@@ -1,17 +1,15 @@
-"""One connection, before there is a request: how many, how large a head may be, and how long anything may stall.
+"""One connection, before and after a request: how many, how large a head may be, and how long anything may stall.
 
 uvicorn's protocol does the HTTP; what it leaves unbounded is bounded here: connections, the bytes and the time of a request
-line with its headers, trailers, requests sent ahead, and a reader that takes nothing. It knows no route and reads no body.
+line with its headers, trailers, requests sent ahead, and a reader that takes nothing. After a request, it tells what of an
+answer its peer does not have yet. It knows no route and reads no body.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import http
 import os
-import struct
-import termios
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +19,7 @@ import httptools
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from tectum.delivery.kernel import unacknowledged
 from tectum.errors import BadRequestError, TectumError, UnavailableError
 from tectum.serving.problems import problem_response
 
@@ -64,8 +63,7 @@ class Unread:
     @property
     def nbytes(self) -> int:
         """Bytes that the peer's kernel has not acknowledged; once the connection is lost, as many as there were then."""
-        count: int = struct.unpack("=i", fcntl.ioctl(self._descriptor, termios.TIOCOUTQ, bytes(4)))[0]
-        return count
+        return unacknowledged(self._descriptor)
 
 
 class Connection(HttpToolsProtocol):

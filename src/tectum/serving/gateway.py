@@ -271,10 +271,8 @@ class Gateway:
     """The ASGI application; `create_app` puts the guard before it."""
 
     def __init__(self, settings: GatewaySettings) -> None:
-        encoder_token, engine_token = (
-            bearer_token(settings.encoder_token_file),
-            bearer_token(settings.engine_token_file),
-        )
+        encoder_token = bearer_token(settings.encoder_token_file)
+        engine_token = bearer_token(settings.engine_token_file)
         tls = settings.context()
         self._encoders = Encoders(settings.encoders, encoder_token, settings.encode_timeout, tls)
         self._engine_auth = None if engine_token is None else f"Bearer {engine_token}".encode()
@@ -379,7 +377,7 @@ class Gateway:
 
 
 def create_app(settings: GatewaySettings) -> ASGIApp:
-    """The gateway behind its guard. Raises StartupError when a token file cannot be read, or a `TECTUM_*` variable is wrong."""
+    """The gateway behind its guard. Raises StartupError when a token file cannot be read."""
     door = _door(settings)
     return Guard(
         TraceCaller(Gateway(settings)),

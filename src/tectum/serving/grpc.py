@@ -27,11 +27,11 @@ from tectum.config import Settings
 from tectum.errors import BadRequestError, InternalError, StartupError, TectumError, UnavailableError
 from tectum.observe import trace
 from tectum.serving import tenants
-from tectum.serving.bodies import convert
+from tectum.serving.bodies import check_count, convert
 from tectum.serving.guard import BodyBudget, Tokens, named_by_proxy
 from tectum.serving.health import Health
 from tectum.serving.listen import bracketed
-from tectum.serving.sglang import Doors, EncodeBody, RegisterBody, SendBody, check_count, sizes
+from tectum.serving.sglang import Doors, EncodeBody, RegisterBody, SendBody, sizes
 from tectum.serving.sglang_pb import sglang_encoder_pb2 as messages
 
 log = logging.getLogger("tectum.grpc")

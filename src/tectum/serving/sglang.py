@@ -29,7 +29,7 @@ from tectum.errors import BadRequestError, DeliveryError, LifecycleError, Startu
 from tectum.lifecycle.events import Milestone
 from tectum.pipeline.pipeline import Pipeline
 from tectum.serving import tenants
-from tectum.serving.bodies import ReqId, decode
+from tectum.serving.bodies import ReqId, check_count, decode
 from tectum.serving.health import Health
 from tectum.serving.native import Answer
 from tectum.serving.presence import Caller, body_pieces
@@ -153,13 +153,6 @@ def encode_request(sources: Sequence[str], modality: Modality, settings: Setting
     check_count(len(sources), settings)
     items = tuple(media_item(source, modality) for source in sources)
     return EncodeRequest(items=items, tenant=tenants.effective(""), **facts)
-
-
-def check_count(items: int, settings: Settings) -> None:
-    """Raises BadRequestError `request_too_large` for more items than a request may have."""
-    if items > settings.max_items:
-        text = f"The request has {items} items, more than --max-items {settings.max_items}"
-        raise BadRequestError("request_too_large", text)
 
 
 def media_item(source: str, modality: Modality) -> MediaItem:
