@@ -147,11 +147,14 @@ class Caller:
         """
         try:
             unread = connection["unread"]()
-        except OSError:
+        except (OSError, AttributeError):  # a closed connection may have no socket any more
             raise CallerGoneError from None
         pause = FIRST_LOOK
         with unread as self._unread:
-            while unread.nbytes:
-                await asyncio.sleep(pause)  # the kernel tells nobody of an acknowledgement
-                pause = min(2 * pause, LAST_LOOK)
-            self._answered = True
+            try:
+                while unread.nbytes:
+                    await asyncio.sleep(pause)  # the kernel tells nobody of an acknowledgement
+                    pause = min(2 * pause, LAST_LOOK)
+                self._answered = True
+            finally:
+                self._unread = None

@@ -41,6 +41,7 @@ class EncoderLine:
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self.how = "unexpectedly"
         self.crashed = False
+        self.ended = False  # though what it said last may still be on its way
         self._ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self._tell: Tell = _silent
         self._on_message: Callable[[FromEncoder], None] = _ignore
@@ -54,7 +55,7 @@ class EncoderLine:
 
     def send(self, message: Message) -> None:
         """Send a message; to an encoder that is gone it is dropped."""
-        if self._transport is not None and not self._transport.is_closing():
+        if not self.ended and self._transport is not None and not self._transport.is_closing():
             self._transport.write(messages.frame(message))
 
     def kill(self) -> None:

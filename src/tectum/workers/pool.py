@@ -226,7 +226,7 @@ class WorkerPool:
         loads = {
             lane.number: sum(lane.queued.values())
             for lane in self._lanes
-            if lane.process is not None and not lane.leaving
+            if lane.process is not None and not lane.process.ended and not lane.leaving
         }
         if not loads:
             raise _worker_lost("No encoder process is up; one is being started")

@@ -65,7 +65,6 @@ class WorkerProcess(EncoderLine, asyncio.Protocol):
     def __init__(self) -> None:
         super().__init__()
         self._frames = messages.Frames()
-        self._ended = False
 
     async def spawn(self, staging_fd: int) -> None:
         """Start the process and connect to it."""
@@ -97,7 +96,7 @@ class WorkerProcess(EncoderLine, asyncio.Protocol):
         self._loop.add_reader(self._pidfd, self._on_exit)
 
     def kill(self) -> None:
-        if not self.gone.done():
+        if not self.ended:  # else its number may be another's by now
             os.kill(self.pid, signal.SIGKILL)
 
     async def stop(self, patience: float = 5.0) -> None:
@@ -132,7 +131,7 @@ class WorkerProcess(EncoderLine, asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        if self._ended:
+        if self.ended:
             self._finish()
         else:
             self.kill()  # a process that does not listen any more must not write either
@@ -143,7 +142,7 @@ class WorkerProcess(EncoderLine, asyncio.Protocol):
         code = self._process.wait()
         self.how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         self.crashed = -code in FAULTS
-        self._ended = True
+        self.ended = True
         if self._transport is None:
             self._finish()
         else:  # it ends once all was read, unless a child that lives on holds its other end

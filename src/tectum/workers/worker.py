@@ -43,6 +43,8 @@ SMALL_PIXELS = 2_000_000
 CUDA_PREPARE_THREADS = 4
 #: exit code of a process that its watchdog ended
 STALLED = 70
+#: seconds by which its watchdog may wake late; beyond that the process itself stood still
+STOOD_STILL = 0.5
 #: seconds that its watchdog takes to say why
 LAST_WORDS = 1.0
 #: the answer to work that was forgotten before its turn
@@ -123,19 +125,24 @@ class Watchdog:
                 del self._began[key]
 
     def _watch(self) -> None:
+        due = math.inf
         while True:
             with self._busy:
                 while not self._began:
                     self._busy.wait()
+                    due = math.inf
                 now = time.monotonic()
                 late = [blame for began, blame in self._began.values() if began + self._limit <= now]
                 left = min(began for began, _ in self._began.values()) + self._limit - now
-            if late:
+            if late and now - due > STOOD_STILL:
+                late = []  # this process stood still, and no step of it hung
+            if left <= 0:
                 log.error("a step took longer than --stall-timeout %g s; this encoder process ends", self._limit)
                 telling = threading.Thread(target=_call_all, args=(late,), daemon=True)
                 telling.start()
                 telling.join(LAST_WORDS)  # the line may be what hangs
                 os._exit(STALLED)
+            due = now + left
             time.sleep(left)
 
 
