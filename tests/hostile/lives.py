@@ -45,6 +45,11 @@ def state(door: Door, req_id: str) -> str:
     return str(door.http.get(f"/v1/requests/{req_id}").json().get("state", ""))
 
 
+def reason(door: Door, req_id: str) -> str:
+    """Why a request ended; empty while it lives."""
+    return str(door.http.get(f"/v1/requests/{req_id}").json().get("reason", ""))
+
+
 def nothing_held(door: Door, seconds: float = 20.0) -> bool:
     names = ("live_requests", "staged_bytes", "queued_patches", "body_bytes")
     return until(lambda: not any(door.gauges()[f"encoder_{name}"] for name in names), seconds)
@@ -125,22 +130,29 @@ def _(servers: Servers) -> str:
 )
 def _(servers: Servers) -> str:
     door = servers.fetching
-    before = door.gauges()["encoder_hang_ups_total"]
     with begun(door, described(*LONG, *LONG, req_id="L4-sent"), small_buffer=True):
         until(lambda: state(door, "L4-sent") == "staged", 60)
-        staged = state(door, "L4-sent")
+        left = {"L4-sent": state(door, "L4-sent")}
+    with begun(door, described(f"{slow_url(servers)}?L4", req_id="L4-fetching")):
+        until(lambda: "/never.png?L4" in servers.site.asked)
+        left["L4-fetching"] = state(door, "L4-fetching")
     with contextlib.ExitStack() as stack:
-        # one in its forward, one whose forward is on its way to the encoder, and one behind them
-        for name in ("L4-first", "L4-next", "L4-waiting"):
+        # which of them is encoded first is the machine's choice
+        names = [f"L4-{number}" for number in range(5)]
+        for name in names:
             stack.enter_context(begun(door, described(*LONG, req_id=name)))
-        until(lambda: state(door, "L4-waiting") == "prepared" and state(door, "L4-first") == "encoding", 30)
-        stack.enter_context(begun(door, described(slow_url(servers), req_id="L4-fetching")))
-        until(lambda: state(door, "L4-fetching") == "accepted")
-        seen = [state(door, f"L4-{name}") for name in ("fetching", "first", "waiting")]
-    noticed = until(lambda: door.gauges()["encoder_hang_ups_total"] >= before + 5)
+        seen: dict[str, str] = {}
+
+        def both() -> bool:
+            seen.update({name: state(door, name) for name in names})
+            return {"prepared", "encoding"} <= {*seen.values()}
+
+        until(both, 30)
+    left |= {name: known for name, known in seen.items() if known in ("prepared", "encoding")}
+    noticed = until(lambda: all(reason(door, name) == "client_abort" for name in left))
     empty = nothing_held(door, 60)
-    words = f"{', '.join([*seen, staged])}: all {'noticed' if noticed else 'missed'}"
-    return f"{words}, {'nothing' if empty else 'something'} is held"
+    words = ", ".join(sorted({*left.values()}))
+    return f"{words}: all {'noticed' if noticed else 'missed'}, {'nothing' if empty else 'something'} is held"
 
 
 def slow_url(servers: Servers) -> str:
