@@ -19,6 +19,12 @@ import numpy
 import pytest
 import torch
 
+from tectum.demo.encoder_process import EncoderProcess
+from tectum.demo.engines.sglang import environment
+from tests.sglang.conftest import colocated, encoder_a, encoder_b, encoder_grpc
+
+__all__ = ["colocated", "encoder_a", "encoder_b", "encoder_grpc"]  # fixtures
+
 HERE = Path(__file__).parent
 PYTHON = os.environ.get("SGLANG_PYTHON")
 
@@ -32,15 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def sglang(*command: str, **popen: Any) -> subprocess.Popen[str]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": "",
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_HOST_IP": "127.0.0.1",
-        "SGLANG_ENCODER_MAX_BATCH_SIZE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    return subprocess.Popen([PYTHON or "", "-W", "ignore", *command], text=True, env=environment, **popen)
+    own = environment(SGLANG_ENCODER_MAX_BATCH_SIZE="1")
+    return subprocess.Popen([PYTHON or "", "-W", "ignore", *command], text=True, env=own, **popen)
 
 
 class Peer:
@@ -123,6 +122,22 @@ def peers(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
     yield peer
     for one in made.values():
         one.close()
+
+
+@pytest.fixture(scope="session")
+def mooncakes(tiny: Path) -> Iterator[list[EncoderProcess]]:
+    """Two encoders that deliver by Mooncake. Its messages carry no dtype: both sides are told the same one."""
+    flags = ("--forward-threads", "1", "--log-level", "warning", "--transfer-backend", "mooncake", "--dtype", "float32")
+    with EncoderProcess(tiny, *flags) as one, EncoderProcess(tiny, *flags) as other:
+        yield [one, other]
+
+
+@pytest.fixture
+def encoders(request: pytest.FixtureRequest, backend: str, number_of_encoders: int) -> list[EncoderProcess]:
+    """Encoders of the tiny checkpoint that deliver by `backend`."""
+    if backend == "mooncake":
+        return list(request.getfixturevalue("mooncakes")[:number_of_encoders])
+    return [request.getfixturevalue(name) for name in ("encoder_a", "encoder_b")[:number_of_encoders]]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """SGLang's own receiver in a process of its own, run by SGLang's environment: a line of JSON asks, a line answers.
 
 Everything that receives is SGLang's: `create_mm_receiver`, `send_encode_request`, `process_waiting_requests`,
-`recv_mm_data`, its processor and its checks. Stand-ins are the scheduler object around it, and a group of one rank.
+`recv_mm_data`, its transfer engine, its processor and its checks. Stand-ins are the scheduler object around it, and a group
+of one rank.
 
 `python peer.py MODEL BACKEND MODE URL…`; then for each line `{"requests": [{"rid", "pictures", "clips", "recordings"}]}` (lists
 of URLs) one line `{"results": {rid: {"rows": FILE, "placeholders": n, "input_ids": […], "times": […]} or {"error": text,
@@ -13,6 +14,7 @@ from __future__ import annotations
 import array
 import asyncio
 import json
+import logging
 import os
 import queue
 import sys
@@ -161,7 +163,8 @@ def described(mm_inputs: Any) -> dict[str, Any]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever SGLang prints goes to stderr
+    os.dup2(2, 1)  # whatever SGLang prints goes to stderr, and what it says of itself, too
+    logging.basicConfig(level=logging.INFO)
     peer = Peer(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:])
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:

@@ -13,13 +13,12 @@ from tectum.items import wav
 from tests import zoo
 from tests.parity.colocated import Colocated
 from tests.serving.test_native import jpeg, nothing_is_held, until
-from tests.sglang.conftest import colocated, encoder_a, encoder_b
 from tests.sglang.language_server import data_uri
 from tests.sglang.test_modalities import STEP, TAKEN, clip_files, columns, decoded, served, uri
 
-__all__ = ["colocated", "encoder_a", "encoder_b", "served"]  # fixtures
+__all__ = ["served"]  # a fixture
 
-BACKENDS = ("zmq_to_scheduler", "zmq_to_tokenizer")
+BACKENDS = ("zmq_to_scheduler", "zmq_to_tokenizer", "mooncake")
 #: positions that a second takes in Qwen2.5-VL (its config's `tokens_per_second`)
 TOKENS_PER_SECOND = 4
 
@@ -30,13 +29,13 @@ def clips() -> tuple[list[bytes], list[str]]:
     return files, [uri("video/mp4", file) for file in files]
 
 
-@pytest.mark.parametrize("encoders", [1, 2])
+@pytest.mark.parametrize("number_of_encoders", [1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_clips_beside_pictures(peers, backend, encoders, encoder_a, encoder_b, clips, colocated, tiny):
+def test_clips_beside_pictures(peers, backend, encoders, clips, colocated, tiny):
     """Parts of two kinds of one request, spread over the encoders; rows of a step of time share their position."""
     whole = Colocated("qwen2_5_vl", tiny)
     files, urls = clips
-    peer = peers(backend, *(encoder.url for encoder in (encoder_a, encoder_b)[:encoders]))
+    peer = peers(backend, *(encoder.url for encoder in encoders))
     picture = jpeg(224, 224, 1)
     found = peer.receive_one(pictures=[data_uri(picture)], clips=urls)
     taken = [decoded(file, frames) for file, frames in zip(files, TAKEN["qwen2_5_vl"], strict=True)]
@@ -49,7 +48,7 @@ def test_clips_beside_pictures(peers, backend, encoders, encoder_a, encoder_b, c
         mine = in_clips[begin : begin + steps * high * wide // 4].view(steps, -1)
         assert (mine - mine[0, 0] == torch.arange(steps)[:, None] * seconds * TOKENS_PER_SECOND).all()
         begin += steps * high * wide // 4
-    until(lambda: nothing_is_held(encoder_a) and nothing_is_held(encoder_b))
+    until(lambda: all(nothing_is_held(encoder) for encoder in encoders))
 
 
 def test_the_prompt_of_qwen3_vl_says_the_times(peers, served, clips):

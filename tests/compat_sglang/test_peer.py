@@ -10,13 +10,12 @@ import torch
 
 from tectum.demo.encoder_process import EncoderProcess
 from tests import zoo
+from tests.compat_sglang.conftest import Peer
 from tests.serving.test_native import gauges, jpeg, nothing_is_held, until
-from tests.sglang.conftest import FLAGS, colocated, encoder_a, encoder_b, encoder_grpc, grpc_target
+from tests.sglang.conftest import FLAGS, grpc_target
 from tests.sglang.language_server import data_uri
 
-__all__ = ["colocated", "encoder_a", "encoder_b", "encoder_grpc"]  # fixtures
-
-BACKENDS = ("zmq_to_scheduler", "zmq_to_tokenizer")
+BACKENDS = ("zmq_to_scheduler", "zmq_to_tokenizer", "mooncake")
 #: largest difference between the rows of two implementations of the same tower in float32; rows are of order 1
 TOLERANCE = 2e-5
 
@@ -25,39 +24,51 @@ def uris(pictures: list[bytes]) -> list[str]:
     return [data_uri(picture) for picture in pictures]
 
 
-@pytest.mark.parametrize("encoders", [1, 2])
+@pytest.mark.parametrize("number_of_encoders", [1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
 class TestReceiver:
-    def peer(self, peers, backend, encoders, encoder_a, encoder_b):
-        return peers(backend, *(encoder.url for encoder in (encoder_a, encoder_b)[:encoders]))
+    @pytest.fixture
+    def peer(self, peers, backend, encoders):
+        return peers(backend, *(encoder.url for encoder in encoders))
 
     @pytest.mark.parametrize("number", [1, 2, 3])
-    def test_pictures(self, peers, backend, encoders, number, encoder_a, encoder_b, colocated):
+    def test_pictures(self, peer, encoders, number, colocated):
         pictures = [jpeg(224, 224, 1), jpeg(300, 140, 2), jpeg(140, 420, 3)][:number]
-        peer = self.peer(peers, backend, encoders, encoder_a, encoder_b)
         rid = uuid.uuid4().hex  # as SGLang makes them: an id that was served stays released for a while
         assert torch.equal(peer.receive({rid: uris(pictures)})[rid], colocated(pictures))
-        until(lambda: nothing_is_held(encoder_a) and nothing_is_held(encoder_b))
+        until(lambda: all(nothing_is_held(encoder) for encoder in encoders))
 
-    def test_several_requests_at_once(self, peers, backend, encoders, encoder_a, encoder_b, colocated):
+    def test_several_requests_at_once(self, peer, colocated):
         pictures = {uuid.uuid4().hex: [jpeg(84 + 28 * i, 112, i), jpeg(224, 84, 50 + i)][: 1 + i % 2] for i in range(8)}
-        peer = self.peer(peers, backend, encoders, encoder_a, encoder_b)
         found = peer.receive({rid: uris(items) for rid, items in pictures.items()})
         for rid, items in pictures.items():
             assert torch.equal(found[rid], colocated(items))
 
-    def test_a_bad_picture(self, peers, backend, encoders, encoder_a, encoder_b, colocated):
-        peer = self.peer(peers, backend, encoders, encoder_a, encoder_b)
+    def test_a_bad_picture(self, peer, backend, encoders, colocated):
         good = [jpeg(224, 224, 7)]
         bad, fine = uuid.uuid4().hex, uuid.uuid4().hex
         found = peer.receive({bad: uris([jpeg(224, 224, 6)[:-300]]), fine: uris(good)})
         assert torch.equal(found[fine], colocated(good))
-        if backend == "zmq_to_scheduler":  # what its scheduler answers the end user with
+        if backend != "zmq_to_tokenizer":  # what its scheduler answers the end user with
             text, code = found[bad]
             assert (code, "truncated or damaged" in text) == (400, True)
         else:  # its tokenizer gives up the request, and says no more
             assert found[bad] == ("nothing was received", None)
-        until(lambda: nothing_is_held(encoder_a) and nothing_is_held(encoder_b))
+        until(lambda: all(nothing_is_held(encoder) for encoder in encoders))
+
+
+def test_mooncake_into_memory_of_each_request(mooncakes, tiny, tmp_path, colocated, monkeypatch):
+    """As SGLang receives without its pool: a buffer is registered, written to and given back for each request."""
+    monkeypatch.setenv("SGLANG_EMBEDDING_POOL_SIZE_MB", "0")
+    peer = Peer(tiny, "mooncake", "http", tuple(encoder.url for encoder in mooncakes), tmp_path / "log")
+    try:
+        for number in range(3):
+            pictures = [jpeg(224, 224, number), jpeg(140, 420, 10 + number)]
+            rid = uuid.uuid4().hex
+            assert torch.equal(peer.receive({rid: uris(pictures)})[rid], colocated(pictures))
+    finally:
+        peer.close()
+    assert (tmp_path / "log").read_text().count("(pool disabled)") == 3
 
 
 @pytest.mark.parametrize("number", [1, 3])

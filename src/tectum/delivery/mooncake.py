@@ -175,6 +175,7 @@ class MooncakeBackend:
     async def __aenter__(self) -> Self:
         """Raises StartupError `invalid_settings` when the engine does not start."""
         log.warning("Mooncake's engine listens on every address and asks for no token: keep it in a trusted network")
+        log.warning("Mooncake's messages carry no dtype: start SGLang with the --dtype of this encoder")
         self._engine: Any = await _in_thread(self._initialized)
         return self
 

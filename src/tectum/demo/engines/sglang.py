@@ -66,5 +66,5 @@ def engine(python: str, model: Path, *flags: str, backend: str = BACKEND) -> Ite
 
 def environment(**more: str) -> dict[str, str]:
     """What a server of SGLang's runs in: on the CPU, on loopback, with one thread, and nothing of ours on its path."""
-    cpu = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    cpu = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MOONCAKE_PROTOCOL": "tcp"}
     return {**os.environ, "PYTHONPATH": "", "SGLANG_HOST_IP": "127.0.0.1", **cpu, **more}
