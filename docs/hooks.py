@@ -96,6 +96,7 @@ def _service() -> tuple[Any, Any]:
     from tectum.serving.app import create_app
     from tectum.serving.dashboard import Recent
     from tectum.serving.health import Health
+    from tectum.serving.push import Pushes
     from tectum.serving.sglang import Doors
     from tectum.workers.pool import WorkerPool
 
@@ -103,13 +104,15 @@ def _service() -> tuple[Any, Any]:
     pool, sending = WorkerPool("model", settings), deliveries(settings)
     stages = Stages(pool, settings, sending)
     pipeline = Pipeline(stages, lifecycle_limits(settings), [Batcher(fuse=False, batch_patches=1)])
+    pushes = Pushes(pipeline, sending, settings)
     metrics.watch(pipeline.ledger, pool)
     app = create_app(
         pipeline,
         pool,
         settings,
         metrics,
-        Doors(pipeline, sending, settings),
+        pushes,
+        Doors(pipeline, sending, pushes, settings),
         Health(pipeline, pool, settings),
         Recent(),
     )

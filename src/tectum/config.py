@@ -227,8 +227,10 @@ class Settings(BaseSettings):
     max_items: int = Field(64, ge=1, le=10_000, description="Most items in one request.")
 
     # receivers
-    transfer_backend: Literal["none", "zmq_to_scheduler", "zmq_to_tokenizer", "mooncake"] = Field(
-        "none", description="How SGLang receives rows; opens its doors (/encode, /send, …) beside the native ones."
+    transfer_backend: Literal["none", "zmq", "zmq_to_scheduler", "zmq_to_tokenizer", "mooncake"] = Field(
+        "none",
+        description="How rows are pushed: zmq to receivers of your own (tectum.engines.pushed); the others to SGLang's "
+        "as well, and they open its doors (/encode, /send, …) beside the native ones.",
     )
     grpc_port: int | None = Field(
         None, ge=0, le=65535, description="TCP port of SGLang's gRPC door; 0 takes a free one; none without it."
@@ -363,6 +365,11 @@ class Settings(BaseSettings):
         return self.workers if isinstance(self.workers, str) else None
 
     @property
+    def serves_sglang(self) -> bool:
+        """Whether SGLang's doors are open."""
+        return self.transfer_backend not in ("none", "zmq")
+
+    @property
     def lanes(self) -> int:
         """How many encoders there are at most."""
         return self.workers if isinstance(self.workers, int) else max(self.replicas, self.max_replicas)
@@ -485,10 +492,11 @@ def _room(name: str, outer: str) -> _Need:
 _RAY = _Need("workers ray://…; a number of workers starts processes here", lambda s: s.ray_address is not None)
 _SCALES = _Need("max_replicas above replicas", lambda s: s.max_replicas > s.replicas)
 _BACKEND = _Need("a transfer_backend: zmq_to_scheduler, …", lambda s: s.transfer_backend != "none")
+_SGLANG = _Need("a transfer_backend of SGLang's: zmq_to_scheduler, …", lambda s: s.serves_sglang)
 _MOONCAKE = _Need("transfer_backend mooncake", lambda s: s.transfer_backend == "mooncake")
 _ZMQ = _Need(
-    "a transfer_backend of ZeroMQ (zmq_to_scheduler, zmq_to_tokenizer); mooncake sends rows in the clear",
-    lambda s: s.transfer_backend.startswith("zmq_"),
+    "a transfer_backend of ZeroMQ (zmq, zmq_to_scheduler, zmq_to_tokenizer); mooncake sends rows in the clear",
+    lambda s: s.transfer_backend.startswith("zmq"),
 )
 #: the settings that have no effect without something else
 _NEEDS: tuple[tuple[tuple[str, ...], _Need], ...] = (
@@ -500,8 +508,8 @@ _NEEDS: tuple[tuple[tuple[str, ...], _Need], ...] = (
         ("allowed_hosts",),
         _Need("a loopback host and no token_file", lambda s: is_loopback(s.host) and s.token_file is None),
     ),
-    (("grpc_port", "sglang_version", "receiver_networks", "max_receivers", "receiver_idle"), _BACKEND),
-    (("encoder_register_urls",), _BACKEND),
+    (("receiver_networks", "max_receivers", "receiver_idle"), _BACKEND),
+    (("grpc_port", "sglang_version", "encoder_register_urls"), _SGLANG),
     (("encoder_register_token_file", "advertise_url", "register_interval"), _other("encoder_register_urls")),
     (("mooncake_protocol", "mooncake_device", "mooncake_host"), _MOONCAKE),
     (("mooncake_device",), _Need("mooncake_protocol rdma", lambda s: s.mooncake_protocol == "rdma")),

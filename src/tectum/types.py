@@ -67,6 +67,7 @@ class EncodeRequest:
     """One part of one user request: all its items go through one encoder and share one fate.
 
     tenant: on whose behalf; rows are never shared between tenants. content_keys: whether the metadata names its content.
+    receivers, receive_count: to whom (`host:port`) its rows are pushed, and how many receivers there will be in all (0: those).
     fresh: it is encoded whatever is known of its content, and nothing of it is kept.
     """
 
@@ -76,7 +77,9 @@ class EncodeRequest:
     part_idx: int = 0
     deadline_ms: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    delivery: Literal["inline", "hold"] = "inline"
+    delivery: Literal["inline", "hold", "push"] = "inline"
+    receivers: tuple[str, ...] = ()
+    receive_count: int = 0
     tenant: str = ""
     content_keys: bool = False
     fresh: bool = False

@@ -22,7 +22,9 @@ from zmq.utils.garbage import gc as garbage
 
 from tectum.config import Settings
 from tectum.delivery.base import Deliveries, deliveries, split_address, zmq_destination
+from tectum.delivery.documents import DocumentBackend
 from tectum.delivery.zmq import ZmqBackend, _Acknowledged
+from tectum.engines.pushed import PushReceiver
 from tectum.errors import BadRequestError, DeliveryError, StartupError
 from tectum.types import Destination
 from tests.delivery.rows import Rows
@@ -105,6 +107,21 @@ async def test_deepstack_layers_are_woven_in_as_columns(backend):
             staged = Rows(rows=rows, width=256, layers=3)
             _, (_, got) = await asyncio.gather(backend.send(staged, to(receiver)), off_loop(receiver.message))
             assert torch.equal(got, staged.expected)
+
+
+@with_backend()
+async def test_documents_are_counted_to_the_byte(backend):
+    """Frames that are copied and frames that are lent: the kernel's count and ours agree, so that no delivery counts early."""
+    documents = DocumentBackend(backend)
+    with PushReceiver() as receiver:
+        destination = zmq_destination(*split_address(receiver.address), "documents")
+        for rows, layers in ((4, 0), (64, 2), (16384, 1)):
+            staged = Rows(f"rows-{rows}", rows, 256, layers)
+            _, came = await asyncio.gather(documents.send(staged, destination), off_loop(receiver.receive))
+            found = came.rows().embedding()
+            assert torch.equal(torch.cat([found.rows, *found.deepstack], 1), staged.expected)
+            connection = backend._connections[destination.address]
+            assert connection._acknowledged.now() == connection._end
 
 
 @with_backend()

@@ -34,6 +34,7 @@ from tectum.serving.grpc import grpc_door
 from tectum.serving.guard import BodyBudget
 from tectum.serving.health import Health
 from tectum.serving.listen import nobody
+from tectum.serving.push import Pushes
 from tectum.serving.sglang import Doors
 from tectum.serving.sglang_pb import sglang_encoder_pb2 as messages
 from tectum.types import Destination, EncodeRequest, MediaItem, Modality
@@ -136,7 +137,7 @@ def test_the_trace_of_a_grpc_call_is_the_parent_and_each_call_has_its_own():
     async def main():
         pipeline = Pipeline(GatedWork(), Limits(), [Batcher(fuse=False, batch_patches=1000)], observers=(tracing,))
         await pipeline.start()
-        doors = Doors(pipeline, Deliveries({}), settings)
+        doors = Doors(pipeline, Deliveries({}), Pushes(pipeline, Deliveries({}), settings), settings)
         health, budget = Health(pipeline, WorkerPool("model", settings), settings), BodyBudget(1 << 20, nobody)
         async with (
             grpc_door(doors, health, settings, budget) as port,

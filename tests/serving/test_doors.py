@@ -425,7 +425,7 @@ ITEM = '{"type":"image","data":"AAAA"}'
         ('{"items":[{"type":"image","data":3}]}', "items.0.data: Expected `str | null`, got `int`", 0),
         ('{"items":[{"type":"<media>","data":"A"}]}', "items.0.type: not one of image, video, audio", 0),
         ('{"items":[ITEM],"KEY":1}', f"body: there is no field `{'k' * 40}`", None),
-        ('{"items":[ITEM],"delivery":{"mode":"x"}}', "delivery.mode: not one of inline, hold", None),
+        ('{"items":[ITEM],"delivery":{"mode":"x"}}', "delivery.mode: not one of inline, hold, push", None),
         ('{"items":[ITEM],"part_idx":1}', "body: part_idx must be below num_parts", None),
         ('{"items":[ITEM],"num_parts":0}', "num_parts: Expected `int` >= 1", None),
         (

@@ -39,9 +39,9 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def zmq_destination(host: str, port: int) -> Destination:
-    """A receiver that binds a PULL socket at `host` (an address) and `port`."""
-    return Destination(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", "zmq")
+def zmq_destination(host: str, port: int, backend: str = "zmq") -> Destination:
+    """A receiver that binds a PULL socket at `host` (an address) and `port`: SGLang's (`zmq`), or one's own (`documents`)."""
+    return Destination(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", backend)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +186,7 @@ class Deliveries:
 
 #: what `--transfer-backend` needs: libraries, and the extras that bring them
 _NEEDED = {
+    "zmq": (("zmq",), "zmq"),
     "zmq_to_scheduler": (("zmq",), "sglang"),
     "zmq_to_tokenizer": (("zmq",), "sglang"),
     "mooncake": (("zmq", "mooncake.engine"), "sglang,mooncake"),
@@ -203,11 +204,13 @@ def deliveries(settings: Settings) -> Deliveries:
         except ImportError as error:
             text = f"--transfer-backend {settings.transfer_backend} needs {library} ({error}): "
             raise StartupError("missing_dependency", text + f'pip install "tectum[{extras}]"') from None
+    from tectum.delivery.documents import DocumentBackend
     from tectum.delivery.zmq import ZmqBackend
 
     messages = ZmqBackend(settings)
-    if settings.transfer_backend != "mooncake":
-        return Deliveries({"zmq": messages})
-    from tectum.delivery.mooncake import MooncakeBackend
+    backends: dict[str, Backend] = {"zmq": messages, "documents": DocumentBackend(messages)}
+    if settings.transfer_backend == "mooncake":
+        from tectum.delivery.mooncake import MooncakeBackend
 
-    return Deliveries({"zmq": messages, "mooncake": MooncakeBackend(settings, messages)})
+        backends["mooncake"] = MooncakeBackend(settings, messages)
+    return Deliveries(backends)

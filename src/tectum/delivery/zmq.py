@@ -1,4 +1,4 @@
-"""Delivery over ZeroMQ, as SGLang's receivers take it: PUSH to a PULL socket, metadata and rows as two frames.
+"""Delivery over ZeroMQ: PUSH to a PULL socket. As SGLang's receivers take it, metadata and rows are two frames.
 
 Owns the connections: one for each receiver, kept while it is of use, closed when it idles or its peer goes, and limited
 in number. Rows go out of staging memory itself; a send ends only after libzmq has let go of that memory.
@@ -15,7 +15,7 @@ import os
 import socket
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +47,7 @@ _KEY, _Z85 = 40, frozenset(Z85CHARS)
 
 
 class ZmqBackend:
-    """Sends to any number of receivers at once; none waits for another."""
+    """Sends to any number of receivers at once; none waits for another. Other backends `push` messages of their own."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises StartupError: `invalid_settings` for keys that are none, `missing_dependency` for a libzmq without CURVE."""
@@ -64,13 +64,16 @@ class ZmqBackend:
             await connection.push(message, await row_bytes(staged))
 
     async def notify(self, req_id: str, destination: Destination, error: TectumError) -> None:
-        with self._connection(destination.address) as connection:
-            await connection.push(error_message(req_id, error, self._names))
+        await self.push(destination, error_message(req_id, error, self._names))
 
     async def complete(self, staged: StagedRows, destination: Destination) -> None:
         """Tell a receiver that its rows lie where it wanted them: the metadata alone."""
+        await self.push(destination, embedding_message(staged.metadata, self._names))
+
+    async def push(self, destination: Destination, *frames: bytes | memoryview) -> None:
+        """One message of these frames, as `_Connection.push` sends it. Raises DeliveryError `send_failed`."""
         with self._connection(destination.address) as connection:
-            await connection.push(embedding_message(staged.metadata, self._names))
+            await connection.push(*frames)
 
     def open_connections(self) -> int:
         return len(self._connections)
@@ -145,11 +148,11 @@ class _Connection:
         self._watcher = self._loop.create_task(self._watch())
         self._socket.connect(endpoint)
 
-    async def push(self, head: bytes, body: memoryview | None = None) -> None:
+    async def push(self, *frames: bytes | memoryview) -> None:
         """Send one message; returns when the peer's kernel has all of it. Raises DeliveryError `send_failed`.
 
-        However it ends, nothing reads `body` afterwards. A message that is given up on its way takes the connection with
-        it, and all that is queued there: a peer that stalls for one stalls for all.
+        However it ends, nothing reads what a memoryview shows afterwards. A message that is given up on its way takes the
+        connection with it, and all that is queued there: a peer that stalls for one stalls for all.
         """
         await self._unless_lost(self._up)
         if self._lost.done():
@@ -159,10 +162,10 @@ class _Connection:
             self._acknowledged.start(self._end)
         self._under_way += 1
         freed: asyncio.Future[None] = self._loop.create_future()
-        queued = self._queue(head, body, freed)
+        queued = self._queue(frames, freed)
         try:
             await self._unless_lost(queued)
-            self._end += sum(_on_the_wire(len(each) + self._sealing) for each in (head, body) if each is not None)
+            self._end += sum(_on_the_wire(len(frame) + self._sealing) for frame in frames)
             await self._arrival(self._end, freed)
         except BaseException:
             queued.cancel()
@@ -172,10 +175,15 @@ class _Connection:
             self._under_way -= 1
             await _outlast(freed)
 
-    def _queue(self, head: bytes, body: memoryview | None, freed: asyncio.Future[None]) -> asyncio.Future[Any]:
-        """Offer one message to libzmq. No frame may be referred to afterwards, or it would never be free."""
-        frames = [_tracked(head, freed)] if body is None else [head, _tracked(body, freed)]
-        return asyncio.ensure_future(self._socket.send_multipart(frames, copy=False))
+    def _queue(self, frames: Sequence[bytes | memoryview], freed: asyncio.Future[None]) -> asyncio.Future[Any]:
+        """Offer one message to libzmq; `freed` is done when it has let go of all that is lent to it, or of the last frame.
+
+        No frame may be referred to afterwards, or it would never be free.
+        """
+        lent = [number for number, frame in enumerate(frames) if isinstance(frame, memoryview)] or [len(frames) - 1]
+        held = _Held(len(lent), freed)
+        message = [held.tracked(frame) if number in lent else frame for number, frame in enumerate(frames)]
+        return asyncio.ensure_future(self._socket.send_multipart(message, copy=False))
 
     async def _unless_lost(self, future: asyncio.Future[Any]) -> None:
         if not future.done():
@@ -324,21 +332,32 @@ def _keys_in(setting: str, file: Path) -> tuple[bytes, bytes | None]:
     return public, secret
 
 
-def _tracked(data: bytes | memoryview, freed: asyncio.Future[None]) -> zmq.Frame:
-    """A frame over `data` itself; `freed` is done when libzmq has let go of it.
+class _Held:
+    """So many frames of one message over memory that is not libzmq's own. `freed` is done when it has let go of all.
 
     pyzmq offers only a tracker to block on. Its event is set from pyzmq's thread, and here tells the loop.
     """
-    loop = freed.get_loop()
 
-    def tell() -> None:
+    def __init__(self, frames: int, freed: asyncio.Future[None]) -> None:
+        self._left = frames
+        self._freed = freed
+        self._loop = freed.get_loop()
+
+    def tracked(self, data: bytes | memoryview) -> zmq.Frame:
+        """A frame over `data` itself."""
+        frame = zmq.Frame(data, track=True, copy=False)
+        for event in frame.tracker.events:
+            event.set = self._tell
+        return frame
+
+    def _tell(self) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(freed.set_result, None)
+            self._loop.call_soon_threadsafe(self._let_go)
 
-    frame = zmq.Frame(data, track=True, copy=False)
-    for event in frame.tracker.events:
-        event.set = tell
-    return frame
+    def _let_go(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._freed.set_result(None)
 
 
 async def _outlast(future: asyncio.Future[None]) -> None:

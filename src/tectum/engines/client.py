@@ -10,7 +10,7 @@ import json
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 import httpx2
@@ -34,6 +34,10 @@ class TimedEmbedding:
     seconds: dict[str, float]
 
 
+_INLINE = {"mode": "inline"}
+_HOLD = {"mode": "hold"}
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     """One HTTP call, ready to be sent."""
@@ -45,7 +49,7 @@ class _Call:
 
 def _encode_call(
     items: MediaLike | Sequence[MediaLike],
-    mode: Literal["inline", "hold"],
+    delivery: Mapping[str, Any],
     req_id: str | None,
     options: Mapping[str, Any] | None,
     deadline_ms: int | None,
@@ -58,7 +62,7 @@ def _encode_call(
     body: dict[str, Any] = {
         "items": [_describe(index, item) for index, item in enumerate(media)],
         "options": dict(options or {}),
-        "delivery": {"mode": mode},
+        "delivery": dict(delivery),
     }
     body.update({key: value for key, value in (("req_id", req_id), ("deadline_ms", deadline_ms)) if value is not None})
     files = {f"item-{index}": (f"item-{index}", item.data) for index, item in enumerate(media) if item.data is not None}
@@ -157,7 +161,7 @@ class Client:
         modality: str = "image",
     ) -> TimedEmbedding:
         """As `encode`, with what each stage took on the server."""
-        return _timed(self._send(_encode_call(items, "inline", req_id, options, deadline_ms, modality)))
+        return _timed(self._send(_encode_call(items, _INLINE, req_id, options, deadline_ms, modality)))
 
     def hold(
         self,
@@ -169,8 +173,34 @@ class Client:
         modality: str = "image",
     ) -> dict[str, Any]:
         """Encode and keep the rows on the server; returns their metadata. `embedding(req_id)` fetches them."""
-        call = _encode_call(items, "hold", req_id, options, deadline_ms, modality)
+        call = _encode_call(items, _HOLD, req_id, options, deadline_ms, modality)
         return dict(self._send(call).json())
+
+    def push(
+        self,
+        items: MediaLike | Sequence[MediaLike],
+        destinations: Sequence[str] = (),
+        *,
+        receivers: int = 0,
+        req_id: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        deadline_ms: int | None = None,
+        modality: str = "image",
+    ) -> dict[str, Any]:
+        """Encode and have the rows pushed to `destinations` (`host:port`, see `tectum.engines.pushed`).
+
+        Returns the metadata when every receiver has them.
+        receivers: how many there will be in all, those that `register` included; 0: those of `destinations`.
+        """
+        call = _encode_call(items, _push(destinations, receivers), req_id, options, deadline_ms, modality)
+        return dict(self._send(call).json())
+
+    def register(self, req_id: str, destinations: Sequence[str], *, receivers: int = 0) -> dict[str, Any]:
+        """Have rows pushed to `destinations`, before or after their encode; returns its state when these have them.
+
+        receivers: how many there will be in all; 0: not said here.
+        """
+        return dict(self._send(_destinations_call(req_id, destinations, receivers)).json())
 
     def embedding(self, req_id: str) -> Embedding:
         """Pull held rows; that releases the request."""
@@ -233,7 +263,7 @@ class AsyncClient:
         modality: str = "image",
     ) -> Embedding:
         """Encode one item or a list (paths, bytes, URLs, PIL pictures, MediaItems); rows `[tokens, width]` in order."""
-        call = _encode_call(items, "inline", req_id, options, deadline_ms, modality)
+        call = _encode_call(items, _INLINE, req_id, options, deadline_ms, modality)
         return _timed(await self._send(call)).embedding
 
     async def hold(
@@ -246,8 +276,27 @@ class AsyncClient:
         modality: str = "image",
     ) -> dict[str, Any]:
         """Encode and keep the rows on the server; returns their metadata."""
-        call = _encode_call(items, "hold", req_id, options, deadline_ms, modality)
+        call = _encode_call(items, _HOLD, req_id, options, deadline_ms, modality)
         return dict((await self._send(call)).json())
+
+    async def push(
+        self,
+        items: MediaLike | Sequence[MediaLike],
+        destinations: Sequence[str] = (),
+        *,
+        receivers: int = 0,
+        req_id: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        deadline_ms: int | None = None,
+        modality: str = "image",
+    ) -> dict[str, Any]:
+        """As `Client.push`."""
+        call = _encode_call(items, _push(destinations, receivers), req_id, options, deadline_ms, modality)
+        return dict((await self._send(call)).json())
+
+    async def register(self, req_id: str, destinations: Sequence[str], *, receivers: int = 0) -> dict[str, Any]:
+        """As `Client.register`."""
+        return dict((await self._send(_destinations_call(req_id, destinations, receivers))).json())
 
     async def embedding(self, req_id: str) -> Embedding:
         """Pull held rows; that releases the request."""
@@ -281,5 +330,18 @@ class AsyncClient:
         await self.aclose()
 
 
+def _push(destinations: Sequence[str], receivers: int) -> dict[str, Any]:
+    return {"mode": "push", "destinations": list(destinations), "receivers": receivers}
+
+
+def _destinations_call(req_id: str, destinations: Sequence[str], receivers: int) -> _Call:
+    body = {"destinations": list(destinations), "receivers": receivers}
+    return _Call("POST", _path(req_id, "/destinations"), {"json": body})
+
+
 def _request_call(method: str, req_id: str, tail: str = "") -> _Call:
-    return _Call(method, f"/v1/requests/{quote(req_id, safe='')}{tail}")
+    return _Call(method, _path(req_id, tail))
+
+
+def _path(req_id: str, tail: str) -> str:
+    return f"/v1/requests/{quote(req_id, safe='')}{tail}"

@@ -153,13 +153,15 @@ class Pipeline:
             self._handle(CallerLeft(life, waiter))
             raise
 
-    async def deliver(self, request: EncodeRequest, destinations: Sequence[Destination] = ()) -> RequestMetadata:
+    async def deliver(
+        self, request: EncodeRequest, destinations: Sequence[Destination] = (), receive_count: int = 0
+    ) -> RequestMetadata:
         """Encode `request` for the receivers that register for it; returns when every one of them has its rows.
 
-        destinations: receivers that are known already.
+        destinations: receivers that are known already. receive_count: how many there will be in all (0: not said).
         Raises MMError: what the encode failed with, or the error of a delivery that failed for good.
         """
-        _, _, metadata = await self._call(request, Delivery.PUSH, tuple(destinations))
+        _, _, metadata = await self._call(request, Delivery.PUSH, tuple(destinations), receive_count)
         assert isinstance(metadata, RequestMetadata), "a delivered request was prepared"
         return metadata
 
@@ -278,7 +280,11 @@ class Pipeline:
     # --- the caller's side of one request ---
 
     async def _call(
-        self, request: EncodeRequest, delivery: Delivery, destinations: tuple[Destination, ...] = ()
+        self,
+        request: EncodeRequest,
+        delivery: Delivery,
+        destinations: tuple[Destination, ...] = (),
+        receive_count: int = 0,
     ) -> tuple[int, int, Any]:
         """Accept (or join) and await the answer: the life, the waiter that this caller is, and what it was woken with.
 
@@ -299,8 +305,8 @@ class Pipeline:
             job = self._jobs[life] = Job(life, request, now)
             self._observe(methodcaller("accepted", job, time.perf_counter() - came))
             job.walk = self._spawn(self._walk(job))
-        if destinations:  # in the turn of the Accept, so that they are this life's
-            self._handle(Register(request.req_id, destinations, 0, next(self._numbers)))
+        if destinations or receive_count:  # in the turn of the Accept, so that they are this life's
+            self._handle(Register(request.req_id, destinations, receive_count, next(self._numbers)))
         try:
             return life, waiter, await future
         except asyncio.CancelledError:

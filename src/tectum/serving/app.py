@@ -23,6 +23,7 @@ from tectum.serving import dashboard, hot, native, problems, sglang
 from tectum.serving.bodies import openapi_schemas
 from tectum.serving.guard import BodyBudget, Guard, Tokens, TraceCaller
 from tectum.serving.health import Health
+from tectum.serving.push import Pushes
 from tectum.workers.pool import WorkerPool
 
 #: where the work comes in
@@ -34,6 +35,7 @@ def create_app(
     pool: WorkerPool,
     settings: Settings,
     metrics: Metrics,
+    pushes: Pushes,
     doors: sglang.Doors,
     health: Health,
     recent: dashboard.Recent | None = None,
@@ -54,8 +56,8 @@ def create_app(
         redirect_slashes=False,  # it would lead to whatever name the Host header holds
     )
     problems.install(app)
-    routers = [native.router(pipeline, settings)]
-    if settings.transfer_backend != "none":
+    routers = [native.router(pipeline, pushes, settings)]
+    if settings.serves_sglang:
         routers.append(sglang.router(doors, health, settings))
     else:
         _add_short_health(app, health)

@@ -54,10 +54,32 @@ class ItemBody(Struct, forbid_unknown_fields=True):
             raise ValueError("exactly one of url, data and file must be given")
 
 
-class DeliveryBody(Struct, forbid_unknown_fields=True):
-    """How the rows reach the caller: in this answer (`inline`), or held for `GET /v1/requests/{id}/embedding`."""
+#: of one call; more may register by themselves
+Addresses = Annotated[list[Annotated[str, Meta(min_length=3, max_length=300)]], Meta(max_length=256)]
+Count = Annotated[int, Meta(ge=0, le=4096)]
 
-    mode: Literal["inline", "hold"] = "inline"
+
+class DeliveryBody(Struct, forbid_unknown_fields=True):
+    """How the rows reach a receiver: in this answer (`inline`), held for `GET /v1/requests/{id}/embedding` (`hold`), or pushed
+    to `destinations` (`host:port`) and to whoever registers at `POST /v1/requests/{id}/destinations` (`push`).
+
+    receivers: how many there will be in all; those of `destinations` without it. Rows are held until so many have them.
+    """
+
+    mode: Literal["inline", "hold", "push"] = "inline"
+    destinations: Addresses = field(default_factory=list)
+    receivers: Count = 0
+
+    def __post_init__(self) -> None:
+        if (self.destinations or self.receivers) and self.mode != "push":
+            raise ValueError("destinations and receivers are for mode push")
+
+
+class DestinationsBody(Struct, forbid_unknown_fields=True):
+    """Receivers (`host:port`) that want the rows of a request pushed, of so many `receivers` in all (0: not said)."""
+
+    destinations: Annotated[Addresses, Meta(min_length=1)]
+    receivers: Count = 0
 
 
 #: whole numbers that every JSON reader keeps exact, and that fit a message to an encoder process
@@ -105,6 +127,8 @@ class EncodeBody(Struct, forbid_unknown_fields=True):
             deadline_ms=self.deadline_ms,
             options=self.options,
             delivery=self.delivery.mode,
+            receivers=tuple(self.delivery.destinations),
+            receive_count=self.delivery.receivers,
             tenant=tenants.effective(self.tenant),
             content_keys=self.content_keys,
         )
@@ -252,5 +276,6 @@ def _keep(part: MultipartSegment, content: bytes, described: list[bytes], files:
 
 def openapi_schemas() -> dict[str, Any]:
     """The JSON schemas of the bodies, by name, for the OpenAPI document."""
-    _, schemas = msgspec.json.schema_components((EncodeBody,), ref_template="#/components/schemas/{name}")
+    bodies = (EncodeBody, DestinationsBody)
+    _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     return schemas

@@ -7,9 +7,11 @@ a hang-up; what a request may do next is the ledger's to say.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,15 +22,17 @@ from tectum.delivery import wire
 from tectum.lifecycle.events import Milestone, Reason
 from tectum.pipeline.pipeline import Pipeline
 from tectum.pipeline.work import Job
-from tectum.serving.bodies import REQ_ID, read_encode_request
+from tectum.serving.bodies import REQ_ID, DestinationsBody, decode, read_encode_request
 from tectum.serving.connection import ABORT
-from tectum.serving.presence import CHUNK, Caller
-from tectum.types import EncodeRequest
+from tectum.serving.presence import CHUNK, Caller, body_pieces
+from tectum.serving.push import Pushes
+from tectum.types import Destination, EncodeRequest
 
 InPath = Annotated[str, Path(max_length=256, pattern=REQ_ID, description="Id of a request.")]
 SAFETENSORS = "application/x-safetensors"
 #: documents of fewer bytes are copied and sent at once: cheaper than one call for each of their parts
 COPIED = 256 * 1024
+_DESTINATIONS = msgspec.json.Decoder(DestinationsBody)
 _PROBLEM = {"content": {"application/problem+json": {"schema": {"type": "object"}}}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "The request or its media is at fault.", **_PROBLEM},
@@ -59,7 +63,7 @@ class Answer(Response):
             await self._work(caller)
 
 
-def router(pipeline: Pipeline, settings: Settings) -> APIRouter:
+def router(pipeline: Pipeline, pushes: Pushes, settings: Settings) -> APIRouter:
     """The routes under `/v1`, around one pipeline."""
     api = APIRouter(prefix="/v1", tags=["native"])
 
@@ -85,12 +89,11 @@ def router(pipeline: Pipeline, settings: Settings) -> APIRouter:
         },
     )
     async def encode(request: Request) -> Response:
-        """Encode one part. Answers when its rows are there: `inline` with them (safetensors), `hold` with metadata (JSON)."""
+        """Encode one part. Answers when its rows are there: `inline` with them (safetensors), `hold` with metadata (JSON).
+        With `push` it answers with metadata when every receiver has the rows."""
         encode_request = await read_encode_request(request, settings)
         request.state.req_id = encode_request.req_id
-        if encode_request.delivery == "hold":
-            return Answer(lambda caller: _hold(pipeline, encode_request, caller), settings.send_timeout)
-        return Answer(lambda caller: _inline(pipeline, encode_request, caller), settings.send_timeout)
+        return Answer(await _answering(pipeline, pushes, encode_request), settings.send_timeout)
 
     @api.get("/requests/{req_id}", summary="State of a request", responses=_ERRORS)
     async def status(req_id: InPath) -> JSONResponse:
@@ -130,7 +133,42 @@ def router(pipeline: Pipeline, settings: Settings) -> APIRouter:
         pipeline.release_request(req_id, Reason.CLIENT_RELEASE)
         return JSONResponse(pipeline.status(req_id))
 
+    _add_destinations(api, pipeline, pushes, settings)
     return api
+
+
+def _add_destinations(api: APIRouter, pipeline: Pipeline, pushes: Pushes, settings: Settings) -> None:
+    @api.post(
+        "/requests/{req_id}/destinations",
+        summary="Push the rows to receivers",
+        responses=_ERRORS,
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": {"$ref": "#/components/schemas/DestinationsBody"}}},
+            }
+        },
+    )
+    async def destinations(request: Request, req_id: InPath) -> Response:
+        """Before or after its encode. Answers when these receivers have the rows, or with why they will not."""
+        request.state.req_id = req_id
+        raw = b"".join([piece async for piece in body_pieces(request.receive)])
+        body = decode(_DESTINATIONS, raw, settings)
+        receivers = await pushes.documents_to(body.destinations)
+
+        async def work(caller: Caller) -> None:
+            await pushes.send(req_id, receivers, body.receivers)
+            found = json.dumps(pipeline.status(req_id)).encode()
+            await caller.answer(200, {"content-type": "application/json"}, found)
+
+        return Answer(work, settings.send_timeout)
+
+
+async def _answering(pipeline: Pipeline, pushes: Pushes, request: EncodeRequest) -> Callable[[Caller], Awaitable[None]]:
+    """How its caller is answered, by the delivery that it asked for. Raises BadRequestError for receivers that cannot be."""
+    if request.delivery == "push":
+        return partial(_push, pipeline, request, await pushes.documents_to(request.receivers))
+    return partial(_hold if request.delivery == "hold" else _inline, pipeline, request)
 
 
 async def _inline(pipeline: Pipeline, request: EncodeRequest, caller: Caller) -> None:
@@ -143,6 +181,12 @@ async def _hold(pipeline: Pipeline, request: EncodeRequest, caller: Caller) -> N
         assert job.staged is not None, "a held request is answered when it is staged"
         body = json.dumps({**job.staged.metadata.to_json(), "state": "staged"}).encode()
         await caller.answer(200, _headers(job, "application/json"), body)
+
+
+async def _push(pipeline: Pipeline, request: EncodeRequest, to: Sequence[Destination], caller: Caller) -> None:
+    metadata = await pipeline.deliver(request, to, request.receive_count)
+    headers = {"content-type": "application/json", "x-tectum-req-id": request.req_id}
+    await caller.answer(200, headers, json.dumps(metadata.to_json()).encode())
 
 
 async def _answer_rows(caller: Caller, job: Job) -> None:

@@ -45,6 +45,7 @@ from tectum.serving.guard import BodyBudget, Tokens
 from tectum.serving.health import Health
 from tectum.serving.listen import BACKLOG, bind, bracketed, http_within
 from tectum.serving.local import local_door
+from tectum.serving.push import Pushes
 from tectum.serving.sglang import Doors
 from tectum.serving.tls import tls_context
 from tectum.types import Modality
@@ -145,9 +146,10 @@ async def _serve(
         metrics.watch(pipeline.ledger, pool)
         metrics.watch_reuse(stages.reuse)
         hears = Modality.AUDIO in pool.card["modalities"]
-        health, doors = Health(pipeline, pool, settings), Doors(pipeline, sending, settings, hears)
+        health, pushes = Health(pipeline, pool, settings), Pushes(pipeline, sending, settings)
+        doors = Doors(pipeline, sending, pushes, settings, hears)
         budget = BodyBudget(settings.max_bodies_bytes, pipeline.tell_refused)
-        app = create_app(pipeline, pool, settings, metrics, doors, health, recent, budget)
+        app = create_app(pipeline, pool, settings, metrics, pushes, doors, health, recent, budget)
         if settings.grpc_port is not None:
             grpc_port = await open_.enter_async_context(_import_grpc_door()(doors, health, settings, budget))
             say(f"grpc on {bracketed(settings.host.strip('[]'))}:{grpc_port}")

@@ -8,7 +8,6 @@ to the end user, with a status that `http.HTTPStatus` knows.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -23,9 +22,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tectum.config import Settings
-from tectum.delivery.base import Deliveries, MooncakeDestination, split_address, zmq_destination
+from tectum.delivery.base import Deliveries, MooncakeDestination
 from tectum.delivery.sglang_frames import row_width
-from tectum.errors import BadRequestError, DeliveryError, LifecycleError, StartupError, TectumError
+from tectum.errors import BadRequestError, DeliveryError, LifecycleError, TectumError
 from tectum.lifecycle.events import Milestone
 from tectum.pipeline.pipeline import Pipeline
 from tectum.serving import tenants
@@ -34,6 +33,7 @@ from tectum.serving.health import Health
 from tectum.serving.native import Answer
 from tectum.serving.presence import Caller, body_pieces
 from tectum.serving.problems import error_headers
+from tectum.serving.push import Pushes
 from tectum.types import Destination, EncodeRequest, MediaItem, Modality, RequestMetadata
 
 #: the paths of these doors; their errors have SGLang's form
@@ -164,45 +164,19 @@ def media_item(source: str, modality: Modality) -> MediaItem:
     return MediaItem(modality, base64=source)
 
 
-class Receivers:
-    """Which receivers rows may be pushed to, and how their addresses are read."""
-
-    def __init__(self, settings: Settings) -> None:
-        """Raises StartupError `invalid_settings` for a network that is none."""
-        names = [name.strip() for name in settings.receiver_networks.split(",") if name.strip()]
-        try:
-            self._networks = [ipaddress.ip_network(name, strict=False) for name in names]
-        except ValueError as error:
-            raise StartupError("invalid_settings", f"receiver_networks: {error}") from None
-
-    async def destination(self, address: str) -> Destination:
-        """The destination behind `host:port`, its name resolved, so that it counts as one whatever it is called (R9).
-
-        Raises BadRequestError `invalid_request` when it cannot be read or resolved, or lies in no allowed network.
-        """
-        host, port = split_address(address)
-        try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, port)
-        except (OSError, UnicodeError):
-            raise BadRequestError("invalid_request", "The receiver's host cannot be resolved") from None
-        resolved = str(found[0][4][0])
-        if self._networks and not any(
-            ipaddress.ip_address(resolved.partition("%")[0]) in net for net in self._networks
-        ):
-            raise BadRequestError("invalid_request", "The receiver lies in none of --receiver-networks")
-        return zmq_destination(resolved, port)
-
-
 class Doors:
     """What stands behind the routes and the gRPC calls: one pipeline, and how receivers are reached."""
 
-    def __init__(self, pipeline: Pipeline, deliveries: Deliveries, settings: Settings, hears: bool = False) -> None:
-        """hears: the model takes audio. Raises StartupError `invalid_settings` for receiver networks that are none."""
+    def __init__(
+        self, pipeline: Pipeline, deliveries: Deliveries, pushes: Pushes, settings: Settings, hears: bool = False
+    ) -> None:
+        """hears: the model takes audio."""
         self._pipeline = pipeline
         self._deliveries = deliveries
+        self._pushes = pushes
+        self._receivers = pushes.receivers
         self._settings = settings
         self._patience = settings.send_timeout
-        self._receivers = Receivers(settings)
         self._hears = hears
 
     async def encode(self, body: EncodeBody) -> RequestMetadata:
@@ -244,21 +218,8 @@ class Doors:
         return await self._pipeline.wait(req_id, Milestone.METADATA, self._settings.max_metadata_wait)
 
     async def send(self, req_id: str, target: Target, receive_count: int) -> None:
-        """Deliver `req_id` to `target`, one of `receive_count` (0: not said); return when it has the rows.
-
-        A receiver that was served before and asks again is answered when all are. Raises LifecycleError
-        (`request_released` with its reason, `request_not_found`), DeliveryError, or what the encode failed with.
-        """
-        destination = await self._target(target)
-        with self._deliveries.receipt(req_id, destination) as receipt:
-            await self._pipeline.register_destinations(req_id, [destination], receive_count)
-            ended = asyncio.ensure_future(self._pipeline.wait(req_id, Milestone.ENDED, self._patience))
-            try:
-                await asyncio.wait((receipt, ended), return_when=asyncio.FIRST_COMPLETED)
-                (receipt if receipt.done() else ended).result()
-            finally:
-                ended.cancel()
-                await asyncio.gather(ended, return_exceptions=True)
+        """Deliver `req_id` to `target`, one of `receive_count` (0: not said). Returns and raises as `Pushes.send`."""
+        await self._pushes.send(req_id, [await self._target(target)], receive_count)
 
     async def _target(self, target: Target) -> Destination:
         destination = await self._receivers.destination(target.address)

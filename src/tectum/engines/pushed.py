@@ -1,0 +1,182 @@
+"""A receiver that rows are pushed to, over ZeroMQ, into memory that it chose: the other end of `delivery/documents.py`.
+
+Owns one PULL socket. Whoever reaches it can write to it: so every message is checked before its rows are given out, what
+makes no sense is dropped and counted, and with CURVE only encoders that are known get that far. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from tectum.delivery import document
+from tectum.delivery.document import Document
+from tectum.delivery.wire import Sum
+from tectum.errors import DeliveryError, StartupError, TectumError
+
+if TYPE_CHECKING:
+    import zmq
+
+#: a buffer for a document of so many bytes; what it raises goes to the caller
+Allocate = Callable[[int], "memoryview | bytearray"]
+#: messages that may wait to be received; further ones wait at their encoder
+_WAITING = 64
+#: bytes of one frame: rows of one request
+_MOST = 1024**3
+
+
+class Pushed(NamedTuple):
+    """What came for one request: its rows (`document`), or why there will be none (`error`)."""
+
+    req_id: str
+    document: Document | None
+    error: TectumError | None
+
+    def rows(self) -> Document:
+        """The rows. Raises the encoder's error where there are none."""
+        if self.document is None:
+            raise self.error or DeliveryError("invalid_rows", "A message had neither rows nor an error")
+        return self.document
+
+
+class PushReceiver:
+    """Waits for rows at `address`. A context manager; for one thread at a time.
+
+    host: an address of this machine that encoders reach. port: 0 takes a free one. max_bytes: most bytes of one frame.
+    secret_key_file: this receiver's CURVE certificate (pyzmq's, with the secret key): rows then come encrypted.
+    encoder_key_files: the encoders' certificates (public keys), which alone may push then; without them, whoever knows this
+    receiver's public key. `strays`: messages that were dropped, since they made no sense.
+
+    Raises StartupError: `missing_dependency` (pyzmq), `invalid_settings` (keys that cannot be read, an address that is taken).
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        max_bytes: int = _MOST,
+        secret_key_file: str | Path | None = None,
+        encoder_key_files: Sequence[str | Path] = (),
+    ) -> None:
+        try:
+            import zmq
+        except ImportError:
+            raise StartupError("missing_dependency", 'The receiver needs pyzmq: pip install "tectum[zmq]"') from None
+        self.strays = 0
+        self._context = zmq.Context()
+        self._authenticator: object = None
+        try:
+            self._socket = self._context.socket(zmq.PULL)
+            self._socket.setsockopt(zmq.IPV6, int(":" in host))
+            self._socket.setsockopt(zmq.RCVHWM, _WAITING)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+            if secret_key_file is not None:
+                self._authenticator = _seal(
+                    self._socket, Path(secret_key_file), [Path(file) for file in encoder_key_files]
+                )
+            shown = f"[{host}]" if ":" in host else host
+            self._socket.bind(f"tcp://{shown}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise StartupError("invalid_settings", f"The receiver cannot listen at {host}: {error.strerror}") from None
+        except BaseException:
+            self.close()
+            raise
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        #: `host:port`, as an encoder is told
+        self.address = bound.removeprefix("tcp://")
+
+    def receive(self, timeout: float = 30.0, allocate: Allocate = bytearray) -> Pushed:
+        """What comes next, for whichever request. allocate: gives the buffer that its document fills, `nbytes` long.
+
+        timeout: seconds. Raises DeliveryError `send_timeout` when nothing came in time, and what `allocate` raises.
+        """
+        deadline = time.monotonic() + timeout
+        left = timeout
+        while left >= 0 and self._socket.poll(int(left * 1000)):
+            frames = self._socket.recv_multipart(copy=False)
+            try:
+                return _problem(frames[0].bytes) if len(frames) == 1 else _rows(frames, allocate)
+            except DeliveryError:
+                self.strays += 1
+            left = deadline - time.monotonic()
+        text = f"No rows came within {timeout:g} s; {self.strays} messages that made no sense were dropped so far"
+        raise DeliveryError("send_timeout", text)
+
+    def close(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()  # type: ignore[attr-defined]
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _rows(frames: Sequence[zmq.Frame], allocate: Allocate) -> Pushed:
+    """The document in these frames, copied into one buffer and summed on the way. Raises DeliveryError `invalid_rows`."""
+    nbytes = sum(len(frame.buffer) for frame in frames)
+    buffer = memoryview(allocate(nbytes))[:nbytes]
+    checksum, filled = Sum(nbytes), 0
+    for frame in frames:
+        part = frame.buffer
+        buffer[filled : filled + len(part)] = part
+        filled += len(part)
+        checksum.add(buffer, filled)
+    found = document.read(buffer, checksum)
+    return Pushed(found.req_id, found, None)
+
+
+def _problem(message: bytes) -> Pushed:
+    """The error that a message reports. Raises DeliveryError `invalid_rows` for what is none."""
+    try:
+        problem = json.loads(message)
+        req_id = problem["req_id"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DeliveryError("invalid_rows", "The message is neither a document nor a problem") from None
+    if not isinstance(problem, dict) or not isinstance(req_id, str):
+        raise DeliveryError("invalid_rows", "The message is neither a document nor a problem")
+    return Pushed(req_id, None, TectumError.from_problem(problem))
+
+
+def _seal(socket: zmq.Socket[bytes], own: Path, encoders: Sequence[Path]) -> object:
+    """Have `socket` speak CURVE, to `encoders` alone where there are some. Returns what checks their keys, or None."""
+    import zmq
+    from zmq.auth import load_certificate
+    from zmq.auth.thread import ThreadAuthenticator
+
+    def keys(file: Path) -> tuple[bytes, bytes | None]:
+        try:
+            return load_certificate(file)
+        except (OSError, ValueError):
+            raise StartupError("invalid_settings", f"{file} holds no CURVE key that can be read") from None
+
+    if not zmq.has("curve"):
+        raise StartupError("missing_dependency", "This build of libzmq has no CURVE")
+    public, secret = keys(own)
+    if secret is None:
+        raise StartupError("invalid_settings", f"{own} holds no secret key")
+    known = {keys(file)[0] for file in encoders}
+    authenticator = None
+    if known:
+        authenticator = ThreadAuthenticator(socket.context)
+        authenticator.start()
+        authenticator.configure_curve_callback(credentials_provider=_Known(known))
+    socket.curve_publickey, socket.curve_secretkey, socket.curve_server = public, secret, True
+    return authenticator
+
+
+class _Known:
+    """What libzmq asks about a peer's public key."""
+
+    def __init__(self, keys: set[bytes]) -> None:
+        self._keys = keys
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._keys
