@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
@@ -289,12 +290,14 @@ def test_a_server_of_its_own_with_and_without_the_socket(tiny, server, tmp_path)
         receiver = HostReceiver(encoder.url, path)
         with Client(encoder.url) as client:
             expected = client.encode(png(3)).rows
-            for _ in range(2):
+            began = time.monotonic()
+            for _ in range(3):
                 req_id = client.hold(png(3))["req_id"]
                 with receiver.pull(req_id) as document:
                     assert client.status(req_id)["state"] == "staged", "over HTTP it would be released by now"
                     assert torch.equal(read(document), expected)
                 assert client.status(req_id)["reason"] == "pulled"
+            assert time.monotonic() - began < 10, "a connection that is idle is not waited for"
         assert encoder.stop() == 0
     assert not path.exists()
     for elsewhere in (None, path):

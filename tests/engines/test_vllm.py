@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import random
+import resource
 import threading
 import time
 from types import SimpleNamespace
@@ -100,6 +102,20 @@ def test_rows_of_a_real_encoder_arrive_in_every_worker(server, tiny):
         assert all(torch.equal(rows, expected.rows) for rows in request.gathered[0])
         assert client.status(held["req_id"])["reason"] == "pulled"
     at_rest(engine)
+
+
+def test_an_engine_may_have_more_than_a_thousand_descriptors(encoder):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], min(4096, before[1])), before[1]))
+    with open(os.devnull) as nothing, contextlib.ExitStack() as held:
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        for _ in range(1100):
+            held.callback(os.close, os.dup(nothing.fileno()))
+        engine = Engine.start(config(WIDTH, url=encoder.url))
+        request = engine.add(Request("a", item(encoder, "k", 6)))
+        settle(engine)
+        assert right(request)
+        at_rest(engine)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -147,7 +147,9 @@ class Fetcher:
     def wait(self, seconds: float) -> None:
         """Until there is something to `poll`, at most `seconds`; with nothing pending, not at all."""
         if self._pending:
-            select.select([self._line], [], [], seconds)
+            told = select.poll()  # `select.select` knows no descriptor above 1023, and an engine may have more
+            told.register(self._line, select.POLLIN)
+            told.poll(seconds * 1000)
 
     def close(self) -> None:
         self._line.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -62,11 +63,14 @@ class LocalReceiver:
     def connected(self) -> bool:
         """Whether the encoder is still at the other end."""
         with self._lock:
-            try:
-                return bool(self._buffer) or self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-            except BlockingIOError:
+            if self._buffer:
                 return True
-            except OSError:
+            try:
+                # a socket with a timeout waits that long in each recv, whatever its flags say: so it is looked at first
+                looked = select.poll()
+                looked.register(self._connection, select.POLLIN)
+                return not looked.poll(0) or self._connection.recv(1, socket.MSG_PEEK) != b""
+            except (OSError, ValueError):  # closed: it has no descriptor any more
                 return False
 
     def close(self) -> None:
