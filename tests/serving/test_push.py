@@ -325,6 +325,7 @@ EMPTY = {"item_rows": ("I64", [0], b"")}
         message(item_rows=("I64", [10_001], struct.pack("<q", 2) + bytes(80_000))),
         message(items=("U8", [2**24 + 4], b"[{}" + b" " * 2**24 + b"]")),
         [b'{"req_id": "r\\n", "code": "internal"}'],
+        ['{"req_id": "r", "code": "internal"}'.encode("utf-16")],
         [b'{"req_id": "r", "code": "internal", "detail": "' + b"x" * 65536 + b'"}'],
     ],
     ids=[
@@ -337,6 +338,7 @@ EMPTY = {"item_rows": ("I64", [0], b"")}
         "items",
         "facts",
         "error's id",
+        "utf-16",
         "large error",
     ],
 )

@@ -102,7 +102,7 @@ def _parse(buffer: memoryview) -> tuple[dict[str, _Tensor], Mapping[str, str]]:
     if len(buffer) < 8 or not 2 <= length <= min(MAX_HEADER, len(buffer) - 8):
         raise DeliveryError("invalid_rows", "The document is not readable safetensors")
     try:
-        header = json.loads(bytes(buffer[8 : 8 + length]))
+        header = json.loads(str(buffer[8 : 8 + length], "utf-8"))
         metadata = header.pop("__metadata__", {})
         tensors = {str(name): _tensor(entry, buffer, 8 + length) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -152,7 +152,7 @@ def _items(tensors: Mapping[str, _Tensor], count: int) -> tuple[Mapping[str, Any
     if tensor is None:
         return ()
     try:
-        found: Any = json.loads(bytes(tensor.data)) if len(tensor.data) <= MAX_FACTS else None
+        found: Any = json.loads(str(tensor.data, "utf-8")) if len(tensor.data) <= MAX_FACTS else None
     except (ValueError, RecursionError):
         found = None
     complete = isinstance(found, list) and len(found) == count and all(isinstance(facts, dict) for facts in found)

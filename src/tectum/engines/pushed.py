@@ -174,7 +174,8 @@ def _rows(frames: Sequence[zmq.Frame], buffer: memoryview) -> Pushed:
 def _problem(frames: Sequence[zmq.Frame]) -> Pushed:
     """The error that a message reports. Raises DeliveryError `invalid_rows` for what is none."""
     try:
-        problem = json.loads(frames[0].bytes) if frames and len(frames[0].buffer) <= _PROBLEM else None
+        # given bytes, json would look for other encodings, in files: a process without descriptors has none
+        problem = json.loads(frames[0].bytes.decode()) if frames and len(frames[0].buffer) <= _PROBLEM else None
     except (ValueError, RecursionError):
         problem = None
     if not isinstance(problem, dict):
