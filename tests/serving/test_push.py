@@ -165,8 +165,9 @@ def test_a_receiver_counts_once_whatever_it_is_called(client, receiver, pushing)
 def test_a_receiver_waits_as_long_as_its_request_lives(client, receiver):
     """Longer than one delivery may take: what the request ended with is the answer, and not that it still lives."""
     with ThreadPoolExecutor(2) as threads, PushReceiver() as late:
-        encoded = threads.submit(client.push, jpeg(), [receiver.address], receivers=2, req_id="long")
-        receiver.receive(5).rows()
+        encoded = threads.submit(client.push, jpeg(), receivers=2, req_id="long")
+        until(lambda: waits(client, "long"))
+        assert client.register("long", [receiver.address])["state"] == "staged"
         again = threads.submit(client.register, "long", [receiver.address])
         with pytest.raises(TimeoutError):
             again.result(3.3)  # of a --send-timeout of 3

@@ -27,7 +27,7 @@ Allocate = Callable[[int], "memoryview | bytearray"]
 _WAITING = 64
 #: bytes of one frame: rows of one request
 _MOST = 1024**3
-#: frames of one message: a document has eight, and one for each deepstack layer
+#: frames of one message: a document has at most six, and one for each deepstack layer
 _FRAMES = 256
 #: bytes of a message that reports an error
 _PROBLEM = 64 * 1024
