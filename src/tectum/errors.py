@@ -161,16 +161,16 @@ class TectumError(Exception):
         known = code if isinstance(code, str) and code in CODES else "internal"
         skip = {"type", "title", "status", "detail", "code", "retryable", "req_id", "item", "retry_after"}
         details = {key: value for key, value in problem.items() if key not in skip and key.isidentifier()}
-        item = problem.get("item")
+        detail, item, status = problem.get("detail"), problem.get("item"), problem.get("status")
         error = error_class(known)(
             known,
-            str(problem.get("detail", "the server reported no detail")),
-            item=item if isinstance(item, int) else None,
+            detail if isinstance(detail, str) else "the server reported no detail",
+            item=item if type(item) is int and item >= 0 else None,
             retry_after=retry_after,
         )
         error.details = details
-        if isinstance(problem.get("status"), int):
-            error.status = problem["status"]  # a newer server may know codes that we do not
+        if type(status) is int and 400 <= status < 600:
+            error.status = status  # a newer server may know codes that we do not
         return error
 
     @staticmethod

@@ -321,6 +321,27 @@ async def test_connections_are_limited_in_number(backend):
     await asyncio.gather(*busy, return_exceptions=True)
 
 
+@with_backend(max_receivers=2)
+async def test_receivers_that_do_not_answer_make_room(backend):
+    """They would keep all places until their time-out, from receivers that are there."""
+    busy = [asyncio.create_task(backend.send(Rows(), nobody())) for _ in range(2)]
+    await until(lambda: backend.open_connections() == 2)
+    with Receiver() as receiver:
+        while True:
+            try:
+                await backend.send(Rows(), to(receiver))
+                break
+            except DeliveryError:
+                await asyncio.wait(busy, timeout=0.05)
+        await off_loop(receiver.message)
+        done, waiting = await asyncio.wait(busy, return_when=asyncio.FIRST_COMPLETED)
+        assert (len(done), len(waiting)) == (1, 1), "one place was enough"
+        with pytest.raises(DeliveryError, match="did not answer, and its place was needed"):
+            done.pop().result()
+    waiting.pop().cancel()
+    await asyncio.gather(*busy, return_exceptions=True)
+
+
 def test_a_backend_that_does_not_run_is_an_error_of_the_delivery():
     async def main() -> None:
         async with Deliveries({}) as none:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import math
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +16,14 @@ import pytest
 import torch
 import zmq
 import zmq.auth
+from xxhash import xxh3_64
 
 from tectum import Client
+from tectum.config import Settings
 from tectum.demo.encoder_process import EncoderProcess
 from tectum.engines.pushed import PushReceiver
 from tectum.errors import BadRequestError, DeliveryError, LifecycleError, StartupError, TectumError
+from tectum.serving import push
 from tests import zoo
 from tests.serving.test_native import gauges, jpeg, nothing_is_held, until
 
@@ -145,6 +152,46 @@ def test_a_receiver_that_is_not_there_delays_no_other_and_is_reported(client, re
     until(lambda: nothing_is_held(pushing))
 
 
+def test_a_receiver_counts_once_whatever_it_is_called(client, receiver, pushing):
+    """An IPv4 address in IPv6's clothes is the same receiver (R9): nothing is sent twice."""
+    port = receiver.address.rpartition(":")[2]
+    client.push(jpeg(), [receiver.address, f"[::ffff:127.0.0.1]:{port}", receiver.address])
+    assert receiver.receive(5).rows().rows == 64
+    with pytest.raises(DeliveryError):
+        receiver.receive(0.3)
+    until(lambda: nothing_is_held(pushing))
+
+
+def test_a_receiver_waits_as_long_as_its_request_lives(client, receiver):
+    """Longer than one delivery may take: what the request ended with is the answer, and not that it still lives."""
+    with ThreadPoolExecutor(2) as threads, PushReceiver() as late:
+        encoded = threads.submit(client.push, jpeg(), receivers=2, req_id="long")
+        until(lambda: waits(client, "long"))
+        assert client.register("long", [receiver.address])["state"] == "staged"
+        again = threads.submit(client.register, "long", [receiver.address])
+        with pytest.raises(TimeoutError):
+            again.result(3.3)  # of a --send-timeout of 3
+        client.register("long", [late.address])
+        assert (again.result(5)["reason"], encoded.result(5)["rows"]) == ("delivered", 64)
+
+
+async def _never(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+def test_names_that_do_not_resolve_are_given_up(monkeypatch):
+    """By a resolver that does not answer: one call is not held by 256 names, each with a time-out of its own."""
+
+    async def main() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", _never)
+        monkeypatch.setattr(push, "RESOLVING", 0.05)
+        pushes = push.Pushes(None, None, Settings(transfer_backend="zmq"))
+        with pytest.raises(BadRequestError, match=r"cannot be resolved within 0\.05 s"):
+            await asyncio.wait_for(pushes.documents_to(["slow:1", "slower:1"]), 5)
+
+    asyncio.run(main())
+
+
 def test_receivers_hear_why_no_rows_come(client, receiver, pushing):
     with pytest.raises(BadRequestError) as caught:
         client.push([jpeg(), jpeg()[:-300]], [receiver.address], req_id="bad")
@@ -251,6 +298,101 @@ def test_garbage_is_dropped_and_counted(receiver):
     assert (came.error.code, came.error.status, came.error.item) == ("media_decode_failed", 400, 0)
 
 
+def message(metadata: object = None, **tensors: tuple[str, list[int], bytes]) -> list[bytes]:
+    """A document as its peer may write it, its checksum right, in two frames."""
+    known = {"item_rows": ("I64", [1], struct.pack("<q", 2)), "rows": ("F32", [2, 4], bytes(32)), **tensors}
+    header: dict[str, object] = {"__metadata__": {"tectum": "2", "req_id": "r", "dtype": "float32"} | (metadata or {})}
+    end = 0
+    for name, (dtype, shape, data) in (*known.items(), ("xxh3", ("U8", [8], bytes(8)))):
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(data)]}
+        end += len(data)
+    text = json.dumps(header).encode()
+    whole = struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in known.values())
+    return [whole, xxh3_64(whole).digest()]
+
+
+EMPTY = {"item_rows": ("I64", [0], b"")}
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        message({"req_id": ["r"]}),
+        message({"req_id": ""}),
+        message({"req_id": "a\x1b[31m"}),
+        message({"req_id": "\ud800"}),
+        message({"req_id": "r" * 257}),
+        message(**EMPTY, rows=("F32", [0, 10**4000], b"")),
+        message(item_rows=("I64", [10_001], struct.pack("<q", 2) + bytes(80_000))),
+        message(items=("U8", [2**24 + 4], b"[{}" + b" " * 2**24 + b"]")),
+        [b'{"req_id": "r\\n", "code": "internal"}'],
+        ['{"req_id": "r", "code": "internal"}'.encode("utf-16")],
+        [b'{"req_id": "r", "code": "internal", "detail": "' + b"x" * 65536 + b'"}'],
+    ],
+    ids=[
+        "a list",
+        "no id",
+        "a terminal's",
+        "no text",
+        "a long id",
+        "width",
+        "items",
+        "facts",
+        "error's id",
+        "utf-16",
+        "large error",
+    ],
+)
+def test_what_no_encoder_sends_is_dropped(receiver, frames):
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.connect(f"tcp://{receiver.address}")
+        stranger.send_multipart(frames)
+        stranger.send_multipart(message())
+        came = receiver.receive(5)
+    assert (came.req_id, came.rows().item_rows, receiver.strays) == ("r", (2,), 1)
+
+
+def test_a_message_of_any_number_of_frames_holds_nobody_beyond_the_timeout(receiver):
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.connect(f"tcp://{receiver.address}")
+        for _ in range(1_000_000):
+            stranger.send(b"", zmq.SNDMORE, copy=True)
+        stranger.send(b"")
+        assert receiver._socket.poll(20_000)
+        started = time.monotonic()
+        with pytest.raises(DeliveryError, match="No rows came"):
+            receiver.receive(0)
+        assert time.monotonic() - started < 0.1
+        stranger.send_multipart(message())
+        assert receiver.receive(20).req_id == "r"
+
+
+@pytest.mark.parametrize("wrong", [{"status": True}, {"status": 99999}, {"status": "400"}, {"item": [1]}, {"item": -1}])
+def test_fields_of_an_error_that_cannot_be_are_left_out(receiver, wrong):
+    problem = {"req_id": "r", "code": "media_decode_failed", "detail": {"no": "text"}, "spec": 1, **wrong}
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.connect(f"tcp://{receiver.address}")
+        stranger.send(json.dumps(problem).encode())
+        error = receiver.receive(5).error
+    assert isinstance(error, BadRequestError)
+    assert (error.status, error.item, error.message) == (400, None, "the server reported no detail")
+    assert error.retryable is False
+
+
+def test_what_allocate_raises_is_the_callers_and_no_stray(receiver):
+    def full(_: int) -> bytearray:
+        raise DeliveryError("invalid_rows", "no room")
+
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.connect(f"tcp://{receiver.address}")
+        stranger.send_multipart(message())
+        with pytest.raises(DeliveryError, match="no room"):
+            receiver.receive(5, full)
+        stranger.send_multipart(message())
+        assert receiver.receive(math.inf).req_id == "r", "for ever is a time, too"
+    assert receiver.strays == 0
+
+
 def test_rows_that_were_changed_on_the_way_are_dropped(client, receiver):
     """What an encoder pushes, with one bit turned by a relay."""
     with zmq.Context() as context, context.socket(zmq.PULL) as between, context.socket(zmq.PUSH) as onward:
@@ -276,11 +418,19 @@ def test_nothing_comes(receiver):
 def test_receivers_that_cannot_be(tmp_path, receiver):
     with pytest.raises(StartupError, match="cannot listen"):
         PushReceiver(port=int(receiver.address.rpartition(":")[2]))
-    with pytest.raises(StartupError, match="holds no CURVE key"):
+    with pytest.raises(StartupError, match="port: 70000 is not between"):
+        PushReceiver(port=70000)  # libzmq listens at 4464
+    with pytest.raises(StartupError, match=r"secret_key_file: .*No such file"):
         PushReceiver(secret_key_file=tmp_path / "missing")
-    public, _ = zmq.auth.create_certificates(tmp_path, "receiver")
-    with pytest.raises(StartupError, match="holds no secret key"):
+    public, secret = zmq.auth.create_certificates(tmp_path, "receiver")
+    with pytest.raises(StartupError, match="secret_key_file: it needs a secret key and the public key that belongs"):
         PushReceiver(secret_key_file=public)
+    with pytest.raises(StartupError, match="encoder_key_files: they need a secret_key_file"):
+        PushReceiver(encoder_key_files=[public])  # anybody could push, in the clear
+    short = tmp_path / "short.key"
+    short.write_text('curve\n    public-key = "abc"\n')
+    with pytest.raises(StartupError, match=r"encoder_key_files: .* is not 40 characters of Z85"):
+        PushReceiver(secret_key_file=secret, encoder_key_files=[short])  # nobody has that one
 
 
 def test_over_ipv6(pushing, client):

@@ -16,6 +16,12 @@ from tectum.types import DTYPE_BYTES, Embedding, Grid
 
 #: longest header (bytes) that is parsed; ours have a few hundred, and 24 more for each item
 MAX_HEADER = 1024 * 1024
+#: most items of a document: more than any server takes in one request
+MAX_ITEMS = 10_000
+#: longest facts (bytes) that are parsed; ours have some hundred for each item
+MAX_FACTS = 16 * 1024 * 1024
+#: most that one side of a tensor may have
+_MAX_SIDE = 2**40
 _ITEM_BYTES = {**DTYPE_BYTES, "int64": 8, "uint8": 1}
 
 
@@ -76,7 +82,7 @@ def read(buffer: memoryview, checksum: Sum | None = None) -> Document:
     item_rows = tuple(_integers(tensors, "item_rows", 1))
     flat = _integers(tensors, "grid_thw", 2) if "grid_thw" in tensors else []
     grid_thw = tuple((flat[i], flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3))
-    dtype = str(metadata.get("dtype"))
+    dtype = metadata.get("dtype", "")
     arrays = _arrays(tensors, dtype)
     if grid_thw and len(grid_thw) != len(item_rows):
         raise DeliveryError("invalid_rows", f"{len(item_rows)} items, but {len(grid_thw)} grids")
@@ -87,26 +93,28 @@ def read(buffer: memoryview, checksum: Sum | None = None) -> Document:
     raws = tuple(Raw((array.shape[0], array.shape[1]), array.data) for array in arrays)
     starts = tuple(array.start for array in arrays)
     items = _items(tensors, len(item_rows))
-    return Document(str(metadata.get("req_id", "")), dtype, item_rows, grid_thw, raws, starts, items)
+    return Document(metadata.get("req_id", ""), dtype, item_rows, grid_thw, raws, starts, items)
 
 
-def _parse(buffer: memoryview) -> tuple[dict[str, _Tensor], Mapping[str, Any]]:
+def _parse(buffer: memoryview) -> tuple[dict[str, _Tensor], Mapping[str, str]]:
     """The tensors by name, and the string metadata. Tensors fill the rest of the buffer, without gap or overlap."""
     length = int.from_bytes(buffer[:8], "little")
     if len(buffer) < 8 or not 2 <= length <= min(MAX_HEADER, len(buffer) - 8):
         raise DeliveryError("invalid_rows", "The document is not readable safetensors")
     try:
-        header = json.loads(bytes(buffer[8 : 8 + length]))
+        header = json.loads(str(buffer[8 : 8 + length], "utf-8"))
         metadata = header.pop("__metadata__", {})
         tensors = {str(name): _tensor(entry, buffer, 8 + length) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DeliveryError("invalid_rows", "The document is not readable safetensors") from None
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise DeliveryError("invalid_rows", "The metadata of the document are not all text")
     end = 8 + length
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, len(tensor.data))):
         if tensor.start != end:
             raise DeliveryError("invalid_rows", "The tensors of the document overlap or leave gaps")
         end += len(tensor.data)
-    if end != len(buffer) or not isinstance(metadata, dict):
+    if end != len(buffer):
         raise DeliveryError("invalid_rows", "The document is longer or shorter than its header says")
     return tensors, metadata
 
@@ -114,8 +122,10 @@ def _parse(buffer: memoryview) -> tuple[dict[str, _Tensor], Mapping[str, Any]]:
 def _tensor(entry: Mapping[str, Any], buffer: memoryview, base: int) -> _Tensor:
     dtype, shape, (start, end) = NAMES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     count = 1
+    if len(shape) > 2:
+        raise ValueError("dimensions")
     for size in shape:
-        if type(size) is not int or size < 0:
+        if type(size) is not int or not 0 <= size <= _MAX_SIDE:
             raise ValueError("a size")
         count *= size
     if type(start) is not int or type(end) is not int or start < 0 or end - start != count * _ITEM_BYTES[dtype]:
@@ -127,8 +137,11 @@ def _integers(tensors: Mapping[str, _Tensor], name: str, ndim: int) -> list[int]
     tensor = tensors.get(name)
     if tensor is None or tensor.dtype != "int64" or len(tensor.shape) != ndim:
         raise DeliveryError("invalid_rows", f"Tensor {name} is missing or not int64 of {ndim} dimensions")
-    values = [int.from_bytes(tensor.data[at : at + 8], "little", signed=True) for at in range(0, len(tensor.data), 8)]
-    if (ndim == 2 and tensor.shape[1] != 3) or any(value < 0 for value in values):
+    if tensor.shape[0] > MAX_ITEMS:
+        raise DeliveryError("invalid_rows", f"Tensor {name} has {tensor.shape[0]} items, more than {MAX_ITEMS}")
+    cells = range(0, len(tensor.data), 8) if ndim == 1 or tensor.shape[1] == 3 else None
+    values = [int.from_bytes(tensor.data[at : at + 8], "little", signed=True) for at in cells or ()]
+    if cells is None or any(value < 0 for value in values):
         raise DeliveryError("invalid_rows", f"Tensor {name} holds values that cannot be")
     return values
 
@@ -139,7 +152,7 @@ def _items(tensors: Mapping[str, _Tensor], count: int) -> tuple[Mapping[str, Any
     if tensor is None:
         return ()
     try:
-        found = json.loads(bytes(tensor.data))
+        found: Any = json.loads(str(tensor.data, "utf-8")) if len(tensor.data) <= MAX_FACTS else None
     except (ValueError, RecursionError):
         found = None
     complete = isinstance(found, list) and len(found) == count and all(isinstance(facts, dict) for facts in found)

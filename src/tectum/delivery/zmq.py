@@ -18,20 +18,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import zmq
 import zmq.asyncio
-from zmq.auth import load_certificate
 from zmq.utils.monitor import recv_monitor_message
-from zmq.utils.z85 import Z85CHARS
 
 from tectum.config import Settings
 from tectum.delivery.base import StagedRows, row_bytes
+from tectum.delivery.curve import key_pair, need_curve, public_key
 from tectum.delivery.kernel import unacknowledged
 from tectum.delivery.sglang_frames import Names, embedding_message, error_message, names_of
-from tectum.errors import DeliveryError, StartupError, TectumError
+from tectum.errors import DeliveryError, TectumError
 from tectum.types import Destination
 
 #: ZeroMQ sockets that a connection takes: its own, and both ends of its monitor
@@ -40,10 +38,10 @@ _SOCKETS_EACH = 3
 _BYTES_ACKED = 120
 #: seconds between two looks at the kernel's counter, at first and at most: there is no event for it
 _FIRST_LOOK, _LAST_LOOK = 0.0005, 0.02
+#: seconds after which a receiver that has not answered makes room for another
+_LATE = 1.0
 #: bytes that CURVE adds to a frame: its command's name, a nonce, the flags and the box's tag (CurveZMQ, 'MESSAGE')
 _SEALING = 8 + 8 + 1 + 16
-#: characters of a CURVE key
-_KEY, _Z85 = 40, frozenset(Z85CHARS)
 
 
 class ZmqBackend:
@@ -91,11 +89,12 @@ class ZmqBackend:
     def _make_room(self) -> None:
         if len(self._connections) < self._most:
             return
-        idle = next((connection for connection in self._connections.values() if not connection.users), None)
-        if idle is None:
+        kept = self._connections.values()
+        spare = next((one for one in kept if not one.users), None) or next((one for one in kept if one.is_late()), None)
+        if spare is None:
             text = f"Rows are on their way to {self._most} receivers, the most allowed at once (--max-receivers)"
             raise DeliveryError("send_failed", text)
-        idle.close()
+        spare.close()
 
     def _forget(self, connection: _Connection) -> None:
         if self._connections.get(connection.endpoint) is connection:
@@ -126,6 +125,7 @@ class _Connection:
         self.endpoint = endpoint
         self.users = 0
         self._idle = idle
+        self._late_from = asyncio.get_running_loop().time() + _LATE
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
         self._up: asyncio.Future[None] = self._loop.create_future()
@@ -148,13 +148,21 @@ class _Connection:
         self._watcher = self._loop.create_task(self._watch())
         self._socket.connect(endpoint)
 
+    def is_late(self) -> bool:
+        """Whether nobody has answered there for a while: what waits for it may wait for a receiver that is not there at all."""
+        return not self._up.done() and self._loop.time() >= self._late_from
+
     async def push(self, *frames: bytes | memoryview) -> None:
         """Send one message; returns when the peer's kernel has all of it. Raises DeliveryError `send_failed`.
 
         However it ends, nothing reads what a memoryview shows afterwards. A message that is given up on its way takes the
         connection with it, and all that is queued there: a peer that stalls for one stalls for all.
         """
-        await self._unless_lost(self._up)
+        if not self._up.done():
+            await asyncio.wait((self._up, self._lost), return_when=asyncio.FIRST_COMPLETED)
+        if not self._up.done():
+            text = "The receiver did not answer, and its place was needed for another (--max-receivers)"
+            raise DeliveryError("send_failed", text)
         if self._lost.done():
             raise _gone()
         assert self._acknowledged is not None, "a connection that is up is known to the kernel"
@@ -309,27 +317,9 @@ def _curve(settings: Settings) -> _Curve | None:
     theirs, ours = settings.zmq_curve_server_key_file, settings.zmq_curve_secret_key_file
     if theirs is None or ours is None:
         return None
-    if not zmq.has("curve"):
-        raise StartupError("missing_dependency", "zmq_curve_server_key_file: this build of libzmq has no CURVE")
-    public, secret = _keys_in("zmq_curve_secret_key_file", ours)
-    if secret is None or zmq.curve_public(secret) != public:
-        text = "zmq_curve_secret_key_file: it needs a secret key and the public key that belongs to it"
-        raise StartupError("invalid_settings", text)
-    return _Curve(_keys_in("zmq_curve_server_key_file", theirs)[0], public, secret)
-
-
-def _keys_in(setting: str, file: Path) -> tuple[bytes, bytes | None]:
-    """The public key and, where it is there, the secret one: of a certificate, or of a file that holds a public key alone."""
-    try:
-        bare = file.read_bytes().strip()
-        public, secret = (bare, None) if len(bare) == _KEY else load_certificate(file)
-    except OSError as error:
-        raise StartupError("invalid_settings", f"{setting}: {file}: {error.strerror}") from None
-    except ValueError:
-        raise StartupError("invalid_settings", f"{setting}: {file} holds no public key") from None
-    if not all(len(key) == _KEY and set(key) <= _Z85 for key in (public, secret) if key is not None):
-        raise StartupError("invalid_settings", f"{setting}: {file} holds a key that is not 40 characters of Z85")
-    return public, secret
+    need_curve("zmq_curve_server_key_file")
+    public, secret = key_pair("zmq_curve_secret_key_file", ours)
+    return _Curve(public_key("zmq_curve_server_key_file", theirs), public, secret)
 
 
 class _Held:

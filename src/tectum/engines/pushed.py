@@ -7,6 +7,7 @@ makes no sense is dropped and counted, and with CURVE only encoders that are kno
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,14 @@ Allocate = Callable[[int], "memoryview | bytearray"]
 _WAITING = 64
 #: bytes of one frame: rows of one request
 _MOST = 1024**3
+#: frames of one message: a document has at most six, and one for each deepstack layer
+_FRAMES = 256
+#: bytes of a message that reports an error
+_PROBLEM = 64 * 1024
+#: characters of a request's id
+_ID = 256
+#: seconds of one look at the socket
+_LOOK = 3600.0
 
 
 class Pushed(NamedTuple):
@@ -50,7 +59,8 @@ class PushReceiver:
     encoder_key_files: the encoders' certificates (public keys), which alone may push then; without them, whoever knows this
     receiver's public key. `strays`: messages that were dropped, since they made no sense.
 
-    Raises StartupError: `missing_dependency` (pyzmq), `invalid_settings` (keys that cannot be read, an address that is taken).
+    Raises StartupError: `missing_dependency` (pyzmq), `invalid_settings` (keys that cannot be read or that lack their other
+    half, an address that is taken or none).
     """
 
     def __init__(
@@ -66,6 +76,10 @@ class PushReceiver:
             import zmq
         except ImportError:
             raise StartupError("missing_dependency", 'The receiver needs pyzmq: pip install "tectum[zmq]"') from None
+        if not 0 <= port < 65536:  # libzmq takes another port for it, without a word
+            raise StartupError("invalid_settings", f"port: {port} is not between 0 and 65535")
+        if encoder_key_files and secret_key_file is None:  # or anybody could push, in the clear
+            raise StartupError("invalid_settings", "encoder_key_files: they need a secret_key_file")
         self.strays = 0
         self._context = zmq.Context()
         self._authenticator: object = None
@@ -93,19 +107,37 @@ class PushReceiver:
     def receive(self, timeout: float = 30.0, allocate: Allocate = bytearray) -> Pushed:
         """What comes next, for whichever request. allocate: gives the buffer that its document fills, `nbytes` long.
 
+        It is asked again after a message that was dropped: the buffer that it gave for that one is free.
         timeout: seconds. Raises DeliveryError `send_timeout` when nothing came in time, and what `allocate` raises.
         """
         deadline = time.monotonic() + timeout
         left = timeout
-        while left >= 0 and self._socket.poll(int(left * 1000)):
-            frames = self._socket.recv_multipart(copy=False)
-            try:
-                return _problem(frames[0].bytes) if len(frames) == 1 else _rows(frames, allocate)
-            except DeliveryError:
-                self.strays += 1
+        while left >= 0:
+            if self._socket.poll(math.ceil(min(left, _LOOK) * 1000)):
+                frames = self._next(deadline)
+                buffer = _buffer(frames, allocate) if len(frames) > 1 else None
+                try:
+                    return _problem(frames) if buffer is None else _rows(frames, buffer)
+                except DeliveryError:
+                    self.strays += 1
             left = deadline - time.monotonic()
         text = f"No rows came within {timeout:g} s; {self.strays} messages that made no sense were dropped so far"
         raise DeliveryError("send_timeout", text)
+
+    def _next(self, deadline: float) -> list[zmq.Frame]:
+        """The frames of the next message; none of one that has more of them than a document, which is thrown away.
+
+        That takes until `deadline` at most: what is left of it then comes as a message of its own.
+        """
+        frames: list[zmq.Frame] = []
+        more = True
+        while more and len(frames) < _FRAMES:
+            frames.append(self._socket.recv(copy=False))
+            more = frames[-1].more
+        while more and time.monotonic() < deadline:
+            frames = []
+            more = self._socket.recv(copy=False).more
+        return [] if more else frames
 
     def close(self) -> None:
         if self._authenticator is not None:
@@ -119,50 +151,54 @@ class PushReceiver:
         self.close()
 
 
-def _rows(frames: Sequence[zmq.Frame], allocate: Allocate) -> Pushed:
-    """The document in these frames, copied into one buffer and summed on the way. Raises DeliveryError `invalid_rows`."""
+def _buffer(frames: Sequence[zmq.Frame], allocate: Allocate) -> memoryview:
+    """Where the document in these frames goes, as long as it."""
     nbytes = sum(len(frame.buffer) for frame in frames)
-    buffer = memoryview(allocate(nbytes))[:nbytes]
-    checksum, filled = Sum(nbytes), 0
+    buffer = memoryview(allocate(nbytes)).cast("B")[:nbytes]
+    assert len(buffer) == nbytes, "the buffer takes the whole document"
+    return buffer
+
+
+def _rows(frames: Sequence[zmq.Frame], buffer: memoryview) -> Pushed:
+    """The document in these frames, copied into `buffer` and summed on the way. Raises DeliveryError `invalid_rows`."""
+    checksum, filled = Sum(len(buffer)), 0
     for frame in frames:
         part = frame.buffer
         buffer[filled : filled + len(part)] = part
         filled += len(part)
         checksum.add(buffer, filled)
     found = document.read(buffer, checksum)
-    return Pushed(found.req_id, found, None)
+    return Pushed(_named(found.req_id), found, None)
 
 
-def _problem(message: bytes) -> Pushed:
+def _problem(frames: Sequence[zmq.Frame]) -> Pushed:
     """The error that a message reports. Raises DeliveryError `invalid_rows` for what is none."""
     try:
-        problem = json.loads(message)
-        req_id = problem["req_id"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise DeliveryError("invalid_rows", "The message is neither a document nor a problem") from None
-    if not isinstance(problem, dict) or not isinstance(req_id, str):
+        # given bytes, json would look for other encodings, in files: a process without descriptors has none
+        problem = json.loads(frames[0].bytes.decode()) if frames and len(frames[0].buffer) <= _PROBLEM else None
+    except (ValueError, RecursionError):
+        problem = None
+    if not isinstance(problem, dict):
         raise DeliveryError("invalid_rows", "The message is neither a document nor a problem")
-    return Pushed(req_id, None, TectumError.from_problem(problem))
+    return Pushed(_named(problem.get("req_id")), None, TectumError.from_problem(problem))
+
+
+def _named(req_id: object) -> str:
+    """The id, where it can be one: text that may stand in a log. Raises DeliveryError `invalid_rows`."""
+    if not isinstance(req_id, str) or not 0 < len(req_id) <= _ID or not req_id.isprintable():
+        raise DeliveryError("invalid_rows", "The message names no request")
+    return req_id
 
 
 def _seal(socket: zmq.Socket[bytes], own: Path, encoders: Sequence[Path]) -> object:
     """Have `socket` speak CURVE, to `encoders` alone where there are some. Returns what checks their keys, or None."""
-    import zmq
-    from zmq.auth import load_certificate
     from zmq.auth.thread import ThreadAuthenticator
 
-    def keys(file: Path) -> tuple[bytes, bytes | None]:
-        try:
-            return load_certificate(file)
-        except (OSError, ValueError):
-            raise StartupError("invalid_settings", f"{file} holds no CURVE key that can be read") from None
+    from tectum.delivery.curve import key_pair, need_curve, public_key
 
-    if not zmq.has("curve"):
-        raise StartupError("missing_dependency", "This build of libzmq has no CURVE")
-    public, secret = keys(own)
-    if secret is None:
-        raise StartupError("invalid_settings", f"{own} holds no secret key")
-    known = {keys(file)[0] for file in encoders}
+    need_curve("secret_key_file")
+    public, secret = key_pair("secret_key_file", own)
+    known = {public_key("encoder_key_files", file) for file in encoders}
     authenticator = None
     if known:
         authenticator = ThreadAuthenticator(socket.context)

@@ -18,6 +18,9 @@ from tectum.lifecycle.events import Milestone
 from tectum.pipeline.pipeline import Pipeline
 from tectum.types import Destination
 
+#: seconds that the names of all receivers of one call may take
+RESOLVING = 5.0
+
 
 class Receivers:
     """Which receivers rows may be pushed to, and how their addresses are read."""
@@ -41,9 +44,11 @@ class Receivers:
         except (OSError, UnicodeError):
             raise BadRequestError("invalid_request", "The receiver's host cannot be resolved") from None
         resolved = str(found[0][4][0])
-        if self._networks and not any(
-            ipaddress.ip_address(resolved.partition("%")[0]) in net for net in self._networks
-        ):
+        known = ipaddress.ip_address(resolved.partition("%")[0])
+        if isinstance(known, ipaddress.IPv6Address) and known.ipv4_mapped is not None:  # IPv4 by another name
+            known = known.ipv4_mapped
+            resolved = str(known)
+        if self._networks and not any(known in net for net in self._networks):
             raise BadRequestError("invalid_request", "The receiver lies in none of --receiver-networks")
         return zmq_destination(resolved, port, backend)
 
@@ -56,7 +61,8 @@ class Pushes:
         self.receivers = Receivers(settings)
         self._pipeline = pipeline
         self._deliveries = deliveries
-        self._patience = settings.send_timeout
+        # a request ends within its own bounds, of which the delivery's is the last: what it ended with is the answer
+        self._patience = settings.encode_timeout + settings.request_ttl + settings.send_timeout
         self._open = settings.transfer_backend != "none"
 
     async def documents_to(self, addresses: Sequence[str]) -> list[Destination]:
@@ -65,7 +71,12 @@ class Pushes:
             raise BadRequestError(
                 "invalid_request", "This server pushes no rows: it was started without --transfer-backend"
             )
-        return [await self.receivers.destination(address, "documents") for address in addresses]
+        try:
+            async with asyncio.timeout(RESOLVING):
+                return [await self.receivers.destination(address, "documents") for address in dict.fromkeys(addresses)]
+        except TimeoutError:
+            text = f"The receivers' hosts cannot be resolved within {RESOLVING:g} s"
+            raise BadRequestError("invalid_request", text) from None
 
     async def send(self, req_id: str, destinations: Sequence[Destination], receive_count: int) -> None:
         """Deliver `req_id` to `destinations`, of `receive_count` receivers in all (0: not said); returns when they have it.
