@@ -79,6 +79,50 @@ def _http() -> list[bytes]:
     return [b"\x1f" + data for data in (whole, chunked, form, get, get * 4, whole + get, *odd)]
 
 
+_GRID = {"grid_thw": [[1, 2, 2]], "item_rows": [1], "dtype": "float32", "width": 4, "layers": 0}
+_SGLANG = (
+    {
+        "req_id": "r_local_part_0",
+        "mm_items": ["data:image/png;base64,AAAA"],
+        "modality": "IMAGE",
+        "num_parts": 1,
+        "part_idx": 0,
+        "prefill_host": "127.0.0.1",
+        "embedding_port": [5000],
+    },
+    {"req_id": "r", "receive_url": "127.0.0.1:5000", "receive_count": 2},
+    {"req_id": "r", "part_idx": 0},
+    {"req_id": "r", "prefill_host": "::1", "embedding_port": 1, "session_id": "h:1", "buffer_address": 8},
+    {"destinations": ["127.0.0.1:5000"], "receivers": 2},
+)
+_PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+_CHATS = (
+    {"messages": [{"role": "user", "content": [_PICTURE, {"type": "text", "text": "?"}, "and"]}], "model": "m"},
+    {"messages": [{"content": [{"image_url": "https://a/b"}, {"type": "input_audio", "input_audio": {"data": "A"}}]}]},
+    {"messages": [{"content": "text alone"}], "mm_processor_kwargs": {"max_pixels": 1}},
+    {"messages": [{"content": [{"type": None, "video_url": {"url": "https://a/b"}}]}], "media_io_kwargs": {}},
+)
+
+
+def _pushed() -> list[bytes]:
+    problem = b'{"code": "overloaded", "status": 503, "detail": "full", "req_id": "r", "item": 1}'
+    escape = b'{"req_id": "\\u001b[2J", "detail": "full"}'
+    return [
+        step + message for step in (b"\0", b"\1", b"\x14") for message in (*_documents(), problem, escape, b"", b"[]")
+    ]
+
+
+def _grpc() -> list[bytes]:
+    asked = b"\n\x1adata:image/png;base64,AAAA\x12\x01r\x18\x01\x20\0*\t127.0.0.1\x32\x02\x88\x27"
+    return [
+        b"\0" + asked,
+        b"\1\n\x01r\x12\x01h\x18\x05",
+        b"\2\n\x01r\x12\x03h:1\x18\x02",
+        b"\0\xff\xff",
+        b"\0" + b"\n\4AAAA" * 8 + asked,
+    ]
+
+
 SEEDS: dict[str, list[bytes]] = {
     "data_uri": [
         b"image/png;base64,iVBORw0KGgo=",
@@ -127,4 +171,21 @@ SEEDS: dict[str, list[bytes]] = {
         )
     ],
     "http": _http(),
+    "sglang_body": [
+        *(bytes([kind]) + json.dumps(body).encode() for kind, body in enumerate(_SGLANG)),
+        b"\0" + json.dumps({**_SGLANG[0], "part_idx": 1}).encode(),
+        b"\0" + json.dumps({**_SGLANG[0], "mm_items": ["AAAA"] * 9}).encode(),
+    ],
+    "grpc_message": _grpc(),
+    "chat_body": [json.dumps(body).encode() for body in _CHATS],
+    "pushed_message": _pushed(),
+    "mooncake_message": [
+        b"\x80\x02}(X\x06\x00\x00\x00req_idX\x01\x00\x00\x00rX\x05\x00\x00\x00dtypectorch\nfloat32\nX\x09\x00\x00\x00error_msgNu.",
+        b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\xff.",
+        b"cos\nsystem\n(S'x'\ntR.",
+    ],
+    "local_line": [
+        json.dumps({"req_id": "r", "offset": 0, "nbytes": 16, "generation": 1, **_GRID, **changed}).encode()
+        for changed in ({}, {"item_rows": [0], "nbytes": 0}, {"width": -4, "item_rows": [-1]}, {"width": 1e999})
+    ],
 }

@@ -131,6 +131,48 @@ HTTP = _joined(
     st.one_of(st.sampled_from(["hello", "5\r\nhello\r\n0\r\n\r\n", "ffffffffffffffffff\r\n", '{"items":[]}']), ANY),
 )
 
+SMALL = st.integers(-2, 6) | st.sampled_from([2**31, 2**63, 10**30]) | st.floats() | st.none()
+GRANT = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["float32", "bfloat16", "float16", "int8"]) | JSON,
+        "width": SMALL,
+        "layers": SMALL,
+        "item_rows": st.lists(SMALL, max_size=3) | JSON,
+        "grid_thw": st.lists(st.lists(SMALL, min_size=2, max_size=4), max_size=3) | JSON,
+        "offset": SMALL,
+        "nbytes": st.integers(-8, 96) | SMALL,
+    },
+    optional={"req_id": JSON},
+)
+PART = st.one_of(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(["image_url", "video_url", "input_audio", "text", "image_embeds", "", None]) | JSON,
+            "image_url": st.sampled_from(["https://a/b", {"url": "https://a/b"}, {}]) | JSON,
+            "input_audio": st.sampled_from([{"data": "AAAA"}, "x"]) | JSON,
+            "image_embeds": JSON,
+        },
+    ),
+    JSON,
+)
+CHAT = st.fixed_dictionaries(
+    {"messages": st.lists(st.fixed_dictionaries({"content": st.lists(PART, max_size=4) | JSON}) | JSON, max_size=3)},
+    optional={"mm_processor_kwargs": JSON, "media_io_kwargs": JSON, "stream": JSON},
+).map(lambda body: json.dumps(body).encode())
+FIELDS = st.sampled_from(
+    [
+        *("req_id", "mm_items", "modality", "num_parts", "part_idx", "prefill_host", "embedding_port", "session_id"),
+        *("receive_url", "receive_count", "buffer_address", "destinations", "receivers"),
+    ]
+)
+
+
+def _numbered(kinds: int, bodies: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    """Bodies behind a byte that says which kind they are."""
+    return st.tuples(st.integers(0, kinds - 1), bodies).map(lambda found: bytes([found[0]]) + found[1])
+
+
 STRATEGIES: dict[str, st.SearchStrategy[bytes]] = {
     "data_uri": DATA_URI,
     "base64_text": st.from_regex(r"[A-Za-z0-9+/_=\s!-]{0,60}", fullmatch=True).map(str.encode),
@@ -145,4 +187,19 @@ STRATEGIES: dict[str, st.SearchStrategy[bytes]] = {
     ),
     "problem": JSON.map(lambda document: json.dumps({"code": "x", "detail": document, "item": document}).encode()),
     "http": st.one_of(HTTP, _spoilt(SEEDS["http"])),
+    "sglang_body": st.one_of(
+        _spoilt(SEEDS["sglang_body"]),
+        _numbered(5, st.dictionaries(FIELDS, JSON, max_size=8).map(lambda body: json.dumps(body).encode())),
+    ),
+    "grpc_message": st.one_of(_spoilt(SEEDS["grpc_message"]), _numbered(3, st.binary(max_size=40))),
+    "chat_body": st.one_of(CHAT, _spoilt(SEEDS["chat_body"])),
+    "pushed_message": st.one_of(
+        _spoilt(SEEDS["pushed_message"]), _numbered(256, WIRE | JSON.map(repr).map(str.encode))
+    ),
+    "mooncake_message": st.one_of(_spoilt(SEEDS["mooncake_message"]), st.binary(max_size=60)),
+    "local_line": st.one_of(
+        GRANT.map(lambda message: json.dumps(message).encode()),
+        JSON.map(lambda message: json.dumps(message).encode()),
+        _spoilt(SEEDS["local_line"]),
+    ),
 }

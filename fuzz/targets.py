@@ -14,16 +14,22 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import torch  # noqa: F401  # `wire` imports it when rows arrive, which must not count as a hang
+import zmq
 from starlette.requests import Request
 
 from tectum.config import Settings
-from tectum.delivery import wire
+from tectum.delivery import local, wire
+from tectum.delivery.base import split_address
+from tectum.engines import pushed, receiver
 from tectum.errors import MAX_TEXT, TectumError, clean_text
 from tectum.media.image import decode_image, open_image, shown_size
 from tectum.media.policy import MediaPolicy, check_address, parse_target
 from tectum.media.source import decode_base64, item_bytes
-from tectum.serving.bodies import decode_encode_body, read_encode_request
+from tectum.serving import sglang
+from tectum.serving.bodies import DestinationsBody, decode, decode_encode_body, read_encode_request
+from tectum.serving.chat import Chat, Held, is_in_utf8
 from tectum.types import MediaItem, Modality
 from tectum.workers.messages import Frames, frame, to_prepare
 
@@ -162,6 +168,102 @@ def problem(data: bytes) -> None:
         return
     if isinstance(document, dict):
         TectumError.from_problem(document).to_problem()
+
+
+@target
+def sglang_body(data: bytes) -> None:
+    """A JSON body of SGLang's doors, or a registration at the native one; the first byte says which."""
+    kinds = (sglang.EncodeBody, sglang.RegisterBody, sglang.MetadataBody, sglang.SendBody, DestinationsBody)
+    body = decode(msgspec.json.Decoder(kinds[data[0] % len(kinds)] if data else sglang.EncodeBody), data[1:], SETTINGS)
+    if isinstance(body, sglang.EncodeBody):
+        assert body.part_idx < body.num_parts
+        request = body.to_request(SETTINGS)
+        assert 1 <= len(request.items) <= SETTINGS.max_items
+        Frames().feed(frame(to_prepare(1, request)))
+        for address in body.addresses():
+            split_address(address)
+    elif isinstance(body, sglang.SendBody):
+        split_address(body.target().address)
+
+
+@target
+def grpc_message(data: bytes) -> None:
+    """The messages of the gRPC door; the first byte says which."""
+    from google.protobuf.message import DecodeError
+
+    from tectum.serving import grpc  # a process that fuzzes other things has no use for its threads
+
+    reads = (lambda raw: grpc._encode_body(raw, SETTINGS), grpc._send_body, grpc._register_body)
+    try:
+        body = reads[data[0] % len(reads) if data else 0](data[1:])
+    except DecodeError:
+        return  # the door answers INVALID_ARGUMENT
+    if isinstance(body, sglang.EncodeBody):
+        assert 1 <= len(body.to_request(SETTINGS).items) <= SETTINGS.max_items
+
+
+@target
+def chat_body(data: bytes) -> None:
+    """What the gateway passes on holds no media, as a plain reader of JSON sees it, and was refused or all found."""
+    if not is_in_utf8(data):
+        return
+    found = Chat.read(data)
+    try:
+        seen = _media_of(json.loads(data.decode()))
+    except (ValueError, RecursionError):
+        assert found is None, "the engine cannot read it"
+        return
+    if found is None:
+        assert seen == 0, "media would reach the engine"
+        return
+    assert len(found.media) == seen
+    found.options()
+    held = [Held("http://e", "r", "k", medium.modality, {"n": 1}) for medium in found.media]
+    assert _media_of(json.loads(found.rewritten(held))) == 0
+
+
+def _media_of(body: Any) -> int:
+    """Media parts of a chat request: by their type, or where they have none by the first field that is a medium's."""
+    messages = body.get("messages") if isinstance(body, dict) else None
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return 0
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    media = ("image_url", "video_url", "audio_url", "input_audio")
+
+    def kind(part: dict[str, Any]) -> Any:
+        named = part.get("type")
+        return named if isinstance(named, str) and named else next((name for name in media if name in part), None)
+
+    return sum(kind(part) in media for part in parts)
+
+
+@target
+def pushed_message(data: bytes) -> None:
+    """What whoever reaches a receiver's port may send to it. The first byte says how long its frames are; 0 says one frame."""
+    step = data[0] * 8 if data and data[0] else len(data) + 1
+    frames = [zmq.Frame(data[1:][at : at + step]) for at in range(0, len(data) - 1, step)] or [zmq.Frame(b"")]
+    buffer = pushed._buffer(frames, bytearray) if len(frames) > 1 else None
+    came = pushed._problem(frames) if buffer is None else pushed._rows(frames, buffer)
+    assert came.req_id.isprintable()
+    if came.document is not None:
+        came.document.embedding()
+
+
+@target
+def mooncake_message(data: bytes) -> None:
+    """A completion message: a pickle that is never loaded."""
+    assert all(isinstance(value, str | int | None) for value in receiver.fields_of(data).values())
+
+
+@target
+def local_line(data: bytes) -> None:
+    """A line of the Unix socket, as the encoder reads it and as a receiver takes a grant."""
+    granted = local.granted(local.parse(data), memoryview(bytearray(4096)))
+    assert granted.rows >= 0
+    assert granted.width > 0
+    assert sum(len(array.data) for array in granted.arrays) <= 4096
+    granted.embedding()
 
 
 @functools.cache

@@ -47,7 +47,7 @@ def line(message: Mapping[str, Any]) -> bytes:
 def parse(text: bytes) -> dict[str, Any]:
     """One line. Raises DeliveryError `invalid_rows` when it is no message."""
     try:
-        message = json.loads(text)
+        message = json.loads(text.decode())
     except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict):
@@ -70,17 +70,25 @@ def grant(metadata: RequestMetadata, lease: Lease) -> dict[str, Any]:
     }
 
 
+def _count(value: Any) -> int:
+    """A number of things. Raises ValueError for what is none."""
+    if type(value) is not int or value < 0:
+        raise ValueError("a count")
+    return value
+
+
 def granted(message: Mapping[str, Any], memory: memoryview) -> Document:
     """The rows of a grant, in place. Raises DeliveryError `invalid_rows` when it does not hold together."""
     try:
-        dtype, width, arrays = str(message["dtype"]), int(message["width"]), 1 + int(message["layers"])
-        item_rows = tuple(int(rows) for rows in message["item_rows"])
-        grid = tuple((int(t), int(h), int(w)) for t, h, w in message["grid_thw"])
-        offset, nbytes = int(message["offset"]), int(message["nbytes"])
+        dtype, width, arrays = str(message["dtype"]), _count(message["width"]), 1 + _count(message["layers"])
+        item_rows = tuple(_count(rows) for rows in message["item_rows"])
+        grid = tuple((_count(t), _count(h), _count(w)) for t, h, w in message["grid_thw"])
+        offset, nbytes = _count(message["offset"]), _count(message["nbytes"])
         step = sum(item_rows) * width * DTYPE_BYTES[dtype]
     except (KeyError, TypeError, ValueError):
         raise DeliveryError("invalid_rows", "A grant on the local socket makes no sense") from None
-    if step * arrays != nbytes or offset < 0 or offset + nbytes > len(memory) or arrays < 1:
+    fits = step > 0 and step * arrays == nbytes and offset + nbytes <= len(memory)
+    if not fits or len(grid) not in (0, len(item_rows)):
         raise DeliveryError("invalid_rows", "A grant on the local socket does not hold together")
     offsets = tuple(range(offset, offset + nbytes, step))
     views = tuple(Raw((sum(item_rows), width), memory[start : start + step]) for start in offsets)
