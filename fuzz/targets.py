@@ -208,22 +208,25 @@ def chat_body(data: bytes) -> None:
     if not is_in_utf8(data):
         return
     found = Chat.read(data)
-    try:
-        seen = _media_of(json.loads(data.decode()))
-    except (ValueError, RecursionError):
-        assert found is None, "the engine cannot read it"
-        return
+    seen = _media_of(data)
     if found is None:
         assert seen == 0, "media would reach the engine"
         return
     assert len(found.media) == seen
     found.options()
     held = [Held("http://e", "r", "k", medium.modality, {"n": 1}) for medium in found.media]
-    assert _media_of(json.loads(found.rewritten(held))) == 0
+    assert _media_of(found.rewritten(held)) == 0
 
 
-def _media_of(body: Any) -> int:
-    """Media parts of a chat request: by their type, or where they have none by the first field that is a medium's."""
+def _media_of(data: bytes) -> int:
+    """Media parts of a chat request: by their type, or where they have none by the first field that is a medium's.
+
+    Strings that are passed on unread may hold bytes that are no UTF-8, which a lenient reader would replace.
+    """
+    try:
+        body = json.loads(data.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return 0
     messages = body.get("messages") if isinstance(body, dict) else None
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return 0

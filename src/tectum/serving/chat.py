@@ -61,7 +61,7 @@ class Chat:
         try:
             body = _object(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise BadRequestError("invalid_request", "The request is not a JSON object in UTF-8") from None
+            raise _not_json() from None
         except RecursionError:
             raise BadRequestError("invalid_request", "The request's JSON is nested too deeply") from None
         try:
@@ -69,8 +69,13 @@ class Chat:
             chat = Chat(body, messages)
             for index, message in enumerate(messages):
                 chat._look_at(index, message.get("content", Raw(b"null")))
-        except (msgspec.DecodeError, KeyError, UnicodeDecodeError):
+        except (msgspec.ValidationError, KeyError):
             return None
+        except (
+            msgspec.DecodeError,
+            UnicodeDecodeError,
+        ):  # of a string that was skipped before: a lenient engine reads on
+            raise _not_json() from None
         return chat if chat.media else None
 
     def _look_at(self, index: int, whole: Raw) -> None:
@@ -128,6 +133,10 @@ class Chat:
         where = {rows.key: {"encoder": rows.encoder, "req_id": rows.req_id} for rows in reversed(held)}
         body["ec_transfer_params"] = {"tectum": where}
         return msgspec.json.encode(body)
+
+
+def _not_json() -> BadRequestError:
+    return BadRequestError("invalid_request", "The request is not a JSON object in UTF-8")
 
 
 def is_in_utf8(data: bytes) -> bool:
