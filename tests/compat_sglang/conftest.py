@@ -1,4 +1,5 @@
-"""Processes of SGLang's environment: its receiver as a peer, and its own encoder. `make compat-sglang` sets it up."""
+"""Processes of SGLang's environment, which `make compat-sglang` sets up: its receiver as a peer, and its own encoder. And the
+encoders of ours that deliver to it, by their backend."""
 
 from __future__ import annotations
 

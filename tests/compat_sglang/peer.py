@@ -1,8 +1,8 @@
 """SGLang's own receiver in a process of its own, run by SGLang's environment: a line of JSON asks, a line answers.
 
 Everything that receives is SGLang's: `create_mm_receiver`, `send_encode_request`, `process_waiting_requests`,
-`recv_mm_data`, its transfer engine, its processor and its checks. Stand-ins are the scheduler object around it, and a group
-of one rank.
+`recv_mm_data`, its transfer engine, its processor and its checks. Stand-ins are the scheduler object around it, a group
+of one rank, and for Mooncake the host's memory where a GPU's is asked for (`stubs/sglang_on_cpu.py`).
 
 `python peer.py MODEL BACKEND MODE URL…`; then for each line `{"requests": [{"rid", "pictures", "clips", "recordings"}]}` (lists
 of URLs) one line `{"results": {rid: {"rows": FILE, "placeholders": n, "input_ids": […], "times": […]} or {"error": text,

@@ -71,10 +71,8 @@ class Chat:
                 chat._look_at(index, message.get("content", Raw(b"null")))
         except (msgspec.ValidationError, KeyError):
             return None
-        except (
-            msgspec.DecodeError,
-            UnicodeDecodeError,
-        ):  # of a string that was skipped before: a lenient engine reads on
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            # of a string that was skipped until now: a lenient engine would read on
             raise _not_json() from None
         return chat if chat.media else None
 
